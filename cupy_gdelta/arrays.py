@@ -1,0 +1,211 @@
+"""Arrays of every family in, arrays of the same family out: NumPy, CuPy, torch, DLPack.
+
+Nothing is copied here but what NumPy itself cannot address (a foreign byte order, strides that are
+no multiple of the item). Libraries are found through ``sys.modules``: an array can only come from a
+library that is imported already.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import dlpack
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class View:
+    """An array as the package sees it: where it lies and how, whoever made it.
+
+    ``array`` is what can be indexed here: a NumPy array on the CPU (the bits in uint16 for bfloat16),
+    on a GPU a CuPy array or a torch tensor. ``strides`` count elements.
+    """
+
+    owner: Any
+    family: str  # "numpy", "cupy", "torch" or "dlpack"
+    device: int  # -1 is the CPU, else the number of the CUDA device
+    array: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    ptr: int
+    readonly: bool = False
+    needs_grad: bool = False
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First byte and one past the last byte that the elements occupy."""
+        if 0 in self.shape:
+            return self.ptr, self.ptr
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        item = self.array.itemsize if self.family != "torch" else self.owner.element_size()
+        low = self.ptr + item * sum(r for r in reach if r < 0)
+        return low, self.ptr + item * (1 + sum(r for r in reach if r > 0))
+
+    def overlaps(self, other: View) -> bool:
+        (a, b), (c, d) = self.extent, other.extent
+        return self.device == other.device and a < d and c < b
+
+    @property
+    def where(self) -> str:
+        return "on the CPU" if self.device < 0 else f"on CUDA device {self.device}"
+
+    @property
+    def kind(self) -> str:
+        """What to call it in a message."""
+        names = {"numpy": "a NumPy array", "cupy": "a CuPy array", "torch": "a torch tensor"}
+        return f"{names.get(self.family, type(self.owner).__name__)} {self.where}"
+
+
+def take(x: Any) -> View:
+    """See ``x`` as a :class:`View`; TypeError with the rule when it is no array of a known kind."""
+    if isinstance(x, np.ndarray):
+        return _numpy(x)
+    for name, wrap in (("cupy", _cupy), ("torch", _torch)):
+        library = sys.modules.get(name)
+        kind = getattr(library, {"cupy": "ndarray", "torch": "Tensor"}[name], None)
+        if kind is not None and isinstance(x, kind):
+            return wrap(x)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _dlpack(x)
+    raise TypeError(
+        f"must be an array: NumPy, CuPy, torch or any object with __dlpack__; got {type(x).__name__}"
+    )
+
+
+def _numpy(x: np.ndarray, owner: Any = None, family: str = "numpy", dtype: str = "") -> View:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("must be a plain array: the mask of a MaskedArray would be ignored")
+    owner = x if owner is None else owner
+    x = np.asarray(x)
+    dtype = dtype or x.dtype.name
+    if dtype == "bfloat16":  # ml_dtypes' bfloat16 is of kind V: carry the bits
+        x = x.view(x.dtype.newbyteorder("=")).view(np.uint16)
+    item = x.itemsize or 1
+    if not x.dtype.isnative or not x.flags.aligned or any(s % item for s in x.strides):
+        x = np.array(x, dtype=x.dtype.newbyteorder("="))
+    strides = tuple(s // item for s in x.strides)
+    return View(owner, family, -1, x, x.shape, strides, dtype, x.ctypes.data, not x.flags.writeable)
+
+
+def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
+    item = x.dtype.itemsize
+    strides = tuple(s // item for s in x.strides)
+    owner = x if owner is None else owner
+    return View(owner, family, x.device.id, x, x.shape, strides, x.dtype.name, x.data.ptr)
+
+
+def _torch(x: Any) -> View:
+    torch = sys.modules["torch"]
+    if x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
+        raise TypeError(
+            f"must be a strided torch tensor on the CPU or a CUDA device; "
+            f"got layout {x.layout} on {x.device}"
+        )
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    plain = x.detach().resolve_conj().resolve_neg()
+    dtype, shape, strides = str(x.dtype).removeprefix("torch."), tuple(x.shape), plain.stride()
+    if x.device.type == "cuda":
+        ptr = plain.data_ptr()
+        return View(
+            x, "torch", x.device.index, plain, shape, strides, dtype, ptr, needs_grad=needs_grad
+        )
+    if x.numel() == 0:
+        array = np.empty(shape, "uint16" if dtype == "bfloat16" else dtype)
+    else:
+        array = np.asarray(_At(dlpack.array_at(plain.data_ptr(), shape, strides, dtype), plain))
+    return View(
+        x, "torch", -1, array, shape, strides, dtype, array.ctypes.data, needs_grad=needs_grad
+    )
+
+
+class _At:
+    """Memory at an address for NumPy, keeping its owner alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__, self._owner = interface, owner
+
+
+def _dlpack(x: Any) -> View:
+    kind, index = x.__dlpack_device__()
+    if kind in (dlpack.CPU, dlpack.CUDA_HOST):
+        array, dtype = dlpack.read(x)
+        return _numpy(array, x, "dlpack", dtype)
+    if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED):
+        import cupy
+
+        with cupy.cuda.Device(index):
+            return _cupy(cupy.from_dlpack(x), x, "dlpack")
+    raise TypeError(f"must lie on the CPU or a CUDA device; got DLPack device type {int(kind)}")
+
+
+def empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
+    """A new C-contiguous array of the family and on the device of ``like``."""
+    if like.family == "torch":
+        torch = sys.modules["torch"]
+        return _torch(torch.empty(shape, dtype=getattr(torch, dtype), device=like.owner.device))
+    if like.device < 0:
+        if dtype != "bfloat16":
+            return _numpy(np.empty(shape, dtype), None, like.family)
+        if like.family == "dlpack":
+            return _numpy(np.empty(shape, np.uint16), None, like.family, dtype)
+        return _numpy(np.empty(shape, like.owner.dtype.newbyteorder("=")))
+    import cupy
+
+    with cupy.cuda.Device(like.device):
+        kind = like.array.dtype if dtype == like.dtype else dtype
+        return _cupy(cupy.empty(shape, kind), None, like.family)
+
+
+def contiguous(x: View, last_only: bool = False) -> View:
+    """``x`` itself when its (last) axis is laid out as a kernel needs it, else one copy."""
+    if last_only and (x.shape[-1] <= 1 or x.strides[-1] == 1):
+        return x
+    if x.device < 0:
+        return _numpy(np.ascontiguousarray(x.array), None, x.family, x.dtype)
+    if x.family == "torch":
+        return _torch(x.array.contiguous())
+    import cupy
+
+    with cupy.cuda.Device(x.device):
+        return _cupy(cupy.ascontiguousarray(x.array), None, x.family)
+
+
+def fill(x: View, value: View | float) -> None:
+    """Write a number or another view of the same family into ``x``, on the stream of its library."""
+    if x.device < 0 or x.family == "torch":
+        x.array[...] = value.array if isinstance(value, View) else value
+        return
+    import cupy
+
+    with cupy.cuda.Device(x.device):
+        x.array[...] = value.array if isinstance(value, View) else value
+
+
+def give(x: View, like: View) -> Any:
+    """``x`` as the caller gets it: an array of the library that ``like`` came from."""
+    if like.family != "dlpack":
+        return x.owner
+    source = dlpack.Export(x.array, x.dtype) if x.device < 0 else x.array
+    return _importer(like.owner)(source)
+
+
+def _importer(owner: Any) -> Any:
+    """``from_dlpack`` of the library that made ``owner``."""
+    if hasattr(owner, "__array_namespace__"):
+        return owner.__array_namespace__().from_dlpack
+    root = type(owner).__module__.partition(".")[0]
+    for name in (root, f"{root}.dlpack", f"{root}.utils.dlpack", type(owner).__module__):
+        found = getattr(sys.modules.get(name), "from_dlpack", None)
+        if found is not None:
+            return found
+    raise TypeError(
+        f"the library of {type(owner).__name__} has no from_dlpack to hand the result back; "
+        f"pass a NumPy, CuPy or torch array instead"
+    )

@@ -1,0 +1,274 @@
+"""Arguments -> a frozen Problem. Every error message about an argument is written here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from . import arrays
+from .arrays import View
+
+MAX_HEAD_DIM = 256
+PRECISIONS = ("highest", "tf32")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One checked call: sizes, views of the inputs, and what is asked for."""
+
+    name: str  # the public function, for messages
+    rule: str  # "linear" or "delta"
+    B: int
+    T: int
+    H: int
+    Hq: int
+    K: int
+    V: int
+    N: int  # sequences: B, or the number of packed ones
+    q: View
+    k: View
+    v: View
+    gate: View | None  # the logarithm of the gate when log_gate is set
+    log_gate: bool
+    beta: View | None
+    initial_state: View | None
+    cu_seqlens: np.ndarray | View | None  # int64 offsets on the host, or a view on the device
+    scale: float
+    qk_l2norm: bool
+    return_state: bool
+    precision: str
+    out: View | None
+
+    @property
+    def dtype(self) -> str:
+        return self.q.dtype
+
+    @property
+    def state_dtype(self) -> str:
+        """What the state is kept in, and every sum is made in."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def inputs(self) -> list[View]:
+        some = (self.q, self.k, self.v, self.gate, self.beta, self.initial_state)
+        return [x for x in some if x is not None]
+
+
+def check(
+    name: str,
+    rule: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    gate: Any,
+    beta: Any,
+    *,
+    log_gate: Any = None,
+    scale: Any = 1.0,
+    initial_state: Any = None,
+    cu_seqlens: Any = None,
+    return_state: bool = False,
+    qk_l2norm: bool = False,
+    out: Any = None,
+    precision: str = "highest",
+) -> Problem:
+    """Refuse what breaks the contract, before any work; else describe the call."""
+
+    def fail(kind: type[Exception], text: str) -> NoReturn:
+        raise kind(f"{name}: {text}")
+
+    if gate is not None and log_gate is not None:
+        fail(ValueError, "gate and log_gate are two forms of one argument; got both")
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "gate" if log_gate is None else "log_gate": gate if log_gate is None else log_gate,
+        "beta": beta,
+        "initial_state": initial_state,
+        "out": out,
+    }
+    views: dict[str, View] = {}
+    for label, x in given.items():
+        if x is None and label not in ("q", "k", "v"):
+            continue
+        try:
+            views[label] = arrays.take(x)
+        except (TypeError, BufferError) as error:
+            fail(TypeError, f"{label} {error}")
+    first = views["q"]
+    for label, x in views.items():
+        if (x.family, x.device) != (first.family, first.device):
+            fail(TypeError, f"{label} must be {first.kind}, as q is; got {x.kind}")
+        if x.needs_grad and label != "out":
+            fail(
+                TypeError,
+                f"{label} requires grad, and this version computes no gradients; "
+                f"pass {label}.detach(), or call under torch.no_grad()",
+            )
+    sizes = _sizes(fail, views)
+    _dtypes(fail, views)
+    offsets = None
+    N = sizes["B"]
+    if cu_seqlens is not None:
+        offsets, N = _offsets(fail, cu_seqlens, first, sizes["B"], sizes["T"])
+    if "initial_state" in views:
+        want = (N, sizes["H"], sizes["K"], sizes["V"])
+        _shape(fail, "initial_state", views["initial_state"], "(N, H, K, V)", want)
+    if "out" in views:
+        _out(fail, views["out"], views["v"])
+    if precision not in PRECISIONS:
+        fail(ValueError, f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+    return Problem(
+        name=name,
+        rule=rule,
+        **sizes,
+        N=N,
+        q=first,
+        k=views["k"],
+        v=views["v"],
+        gate=views.get("gate", views.get("log_gate")),
+        log_gate="log_gate" in views,
+        beta=views.get("beta"),
+        initial_state=views.get("initial_state"),
+        cu_seqlens=offsets,
+        scale=_scale(fail, scale),
+        qk_l2norm=bool(qk_l2norm),
+        return_state=bool(return_state),
+        precision=precision,
+        out=views.get("out"),
+    )
+
+
+Fail = Callable[[type[Exception], str], NoReturn]
+
+
+def _shape(fail: Fail, label: str, x: View, form: str, want: tuple[int, ...]) -> None:
+    if x.shape != want:
+        names = form.strip("()")
+        sizes = ", ".join(str(n) for n in want)
+        fail(ValueError, f"{label} must have shape {form} with {names} = {sizes}; got {x.shape}")
+
+
+def _sizes(fail: Fail, views: dict[str, View]) -> dict[str, int]:
+    q, k, v = (views[label] for label in "qkv")
+    if len(q.shape) != 4:
+        fail(ValueError, f"q must have shape (B, T, Hq, K); got {q.shape}")
+    B, T, Hq, K = q.shape
+    if k.shape != q.shape:
+        fail(ValueError, f"k must have the shape of q, (B, T, Hq, K) = {q.shape}; got {k.shape}")
+    if len(v.shape) != 4 or v.shape[:2] != (B, T):
+        fail(
+            ValueError,
+            f"v must have shape (B, T, H, V) with B, T = {B}, {T} from q; got {v.shape}",
+        )
+    H, V = v.shape[2:]
+    if (Hq == 0 and H > 0) or (Hq > 0 and H % Hq):
+        fail(
+            ValueError,
+            f"v must have a multiple of the {Hq} heads of q and k; got {H} heads in {v.shape}",
+        )
+    for label, axis, size in (("q", "K", K), ("v", "V", V)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            fail(
+                ValueError,
+                f"{label} must have a last axis {axis} from 1 to {MAX_HEAD_DIM}; got {size}",
+            )
+    for label in ("gate", "log_gate", "beta"):
+        if label in views:
+            _shape(fail, label, views[label], "(B, T, H)", (B, T, H))
+    return {"B": B, "T": T, "H": H, "Hq": Hq, "K": K, "V": V}
+
+
+def _dtypes(fail: Fail, views: dict[str, View]) -> None:
+    dtype = views["q"].dtype
+    if dtype not in arrays.FLOATS:
+        fail(TypeError, f"q must have dtype {', '.join(arrays.FLOATS)}; got {dtype}")
+    state = "float64" if dtype == "float64" else "float32"
+    allowed = {
+        "k": (dtype,),
+        "v": (dtype,),
+        "gate": ("float32", dtype),
+        "log_gate": ("float32", dtype),
+        "beta": ("float32", dtype),
+        "initial_state": (state,),
+        "out": (dtype,),
+    }
+    for label, x in views.items():
+        names = dict.fromkeys(allowed.get(label, (dtype,)))
+        if x.dtype not in names:
+            fail(
+                TypeError,
+                f"{label} must have dtype {' or '.join(names)} for q of {dtype}; got {x.dtype}",
+            )
+
+
+def _out(fail: Fail, out: View, v: View) -> None:
+    _shape(fail, "out", out, "(B, T, H, V)", v.shape)
+    if out.readonly:
+        fail(ValueError, "out must be writable; got a read-only array")
+    if any(s == 0 and n > 1 for n, s in zip(out.shape, out.strides, strict=True)):
+        fail(
+            ValueError,
+            f"out must have an element of its own for each value; got strides {out.strides}",
+        )
+    if out.owner is not None and getattr(out.owner, "requires_grad", False):
+        fail(ValueError, "out must not require grad; got a tensor that does")
+
+
+def _scale(fail: Fail, scale: Any) -> float:
+    if isinstance(scale, (bool, str, bytes)) or isinstance(scale, complex):
+        fail(TypeError, f"scale must be a real number; got {scale!r}")
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        fail(TypeError, f"scale must be a real number; got {type(scale).__name__}")
+    if not math.isfinite(value):
+        fail(ValueError, f"scale must be finite; got {value}")
+    return value
+
+
+def _offsets(fail: Fail, cu_seqlens: Any, q: View, B: int, T: int) -> tuple[np.ndarray | View, int]:
+    """cu_seqlens as int64 on the host, checked, or as a view on q's device, read by the kernel alone."""
+    if B != 1:
+        fail(ValueError, f"cu_seqlens packs sequences along T and needs B = 1; got B = {B}")
+    if isinstance(cu_seqlens, (list, tuple, range)):
+        x = np.asarray(cu_seqlens)
+        if x.size == 0:
+            x = x.astype(np.int64)
+    else:
+        try:
+            view = arrays.take(cu_seqlens)
+        except (TypeError, BufferError) as error:
+            fail(TypeError, f"cu_seqlens {error}, or a list of integers")
+        if view.device >= 0:
+            return _device_offsets(fail, view, q)
+        x = view.array
+    if x.dtype.kind not in "iu":
+        fail(TypeError, f"cu_seqlens must be integers; got dtype {x.dtype}")
+    if x.ndim != 1 or x.size == 0:
+        fail(ValueError, f"cu_seqlens must have shape (N + 1,) with N >= 0; got {x.shape}")
+    ends = x.astype(np.int64)
+    if ends[0] != 0:
+        fail(ValueError, f"cu_seqlens must start with 0; got {ends[0]}")
+    falls = np.flatnonzero(np.diff(ends) < 0)
+    if falls.size:
+        i = int(falls[0])
+        fail(ValueError, f"cu_seqlens must not decrease; got {ends[i]}, {ends[i + 1]} at {i}")
+    if ends[-1] > T:
+        fail(ValueError, f"cu_seqlens must end at T = {T} or before; got {ends[-1]}")
+    return ends, ends.size - 1
+
+
+def _device_offsets(fail: Fail, view: View, q: View) -> tuple[View, int]:
+    if view.device != q.device:
+        fail(ValueError, f"cu_seqlens must lie on the host or {q.where}; got {view.where}")
+    if view.dtype not in ("int32", "int64"):
+        fail(TypeError, f"cu_seqlens must have dtype int32 or int64; got {view.dtype}")
+    if len(view.shape) != 1 or view.shape[0] == 0:
+        fail(ValueError, f"cu_seqlens must have shape (N + 1,) with N >= 0; got {view.shape}")
+    return view, view.shape[0] - 1
