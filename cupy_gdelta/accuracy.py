@@ -1,4 +1,4 @@
-"""What counts as right: the tolerances of every dtype, the gate regimes, and one measure of error."""
+"""What counts as right: tolerances for every dtype, gate regimes, one measure of error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ GATES = ("one", "zero", "1e-37", "0.2", "0.9995", "random", "zeros among", "nega
 
 def gates(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Gates of one regime, float64; ``name`` is one of :data:`GATES`."""
-    if name in ("one", "zero", "1e-37", "0.2", "0.9995"):
-        return np.full(
-            shape, {"one": 1.0, "zero": 0.0}.get(name) if name in ("one", "zero") else float(name)
-        )
+    constant = {"one": 1.0, "zero": 0.0, "1e-37": 1e-37, "0.2": 0.2, "0.9995": 0.9995}
+    if name in constant:
+        return np.full(shape, constant[name])
     g = 1 / (1 + np.exp(-rng.normal(3, 1, shape)))
     if name == "zeros among":
         g[rng.random(shape) < 0.1] = 0.0
@@ -50,7 +49,7 @@ def inputs(
     gate: str = "random",
     correlated: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Random float64 q, k (of unit length), v, gate and beta that keep both recurrences of order 1."""
+    """Random float64 q, k (of unit length), v, gate, beta that keep both recurrences of order 1."""
     heads = H if Hq is None else Hq
     q = rng.standard_normal((B, T, heads, K)) / np.sqrt(K)
     k = rng.standard_normal((B, T, heads, K))

@@ -23,8 +23,9 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4,
 class View:
     """An array as the package sees it: where it lies and how, whoever made it.
 
-    ``array`` is what can be indexed here: a NumPy array on the CPU (the bits in uint16 for bfloat16),
-    on a GPU a CuPy array or a torch tensor. ``strides`` count elements.
+    ``array`` is what can be indexed here: a NumPy array on the CPU (for bfloat16 the bits in
+    uint16), on a GPU a CuPy array or a torch tensor. ``strides`` count elements; ``ptr`` is 0 on
+    the CPU.
     """
 
     owner: Any
@@ -37,20 +38,24 @@ class View:
     ptr: int
     readonly: bool = False
     needs_grad: bool = False
+    copied: bool = False  # array is a copy: what is written to it does not reach the owner
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First byte and one past the last byte that the elements occupy."""
+        """First byte and one past the last byte that the elements occupy on a GPU."""
         if 0 in self.shape:
             return self.ptr, self.ptr
         reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
-        item = self.array.itemsize if self.family != "torch" else self.owner.element_size()
+        item = ITEMSIZE[self.dtype]
         low = self.ptr + item * sum(r for r in reach if r < 0)
         return low, self.ptr + item * (1 + sum(r for r in reach if r > 0))
 
     def overlaps(self, other: View) -> bool:
+        """Whether the two may share memory; both must lie on one device."""
+        if self.device < 0:
+            return np.may_share_memory(self.array, other.array)
         (a, b), (c, d) = self.extent, other.extent
-        return self.device == other.device and a < d and c < b
+        return a < d and c < b
 
     @property
     def where(self) -> str:
@@ -60,7 +65,7 @@ class View:
     def kind(self) -> str:
         """What to call it in a message."""
         names = {"numpy": "a NumPy array", "cupy": "a CuPy array", "torch": "a torch tensor"}
-        return f"{names.get(self.family, type(self.owner).__name__)} {self.where}"
+        return f"{names.get(self.family) or f'an array of {_library(self.owner)}'} {self.where}"
 
 
 def take(x: Any) -> View:
@@ -75,23 +80,30 @@ def take(x: Any) -> View:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _dlpack(x)
     raise TypeError(
-        f"must be an array: NumPy, CuPy, torch or any object with __dlpack__; got {type(x).__name__}"
+        f"must be an array (NumPy, CuPy, torch or any object with __dlpack__); "
+        f"got {type(x).__name__}"
     )
+
+
+def _library(x: Any) -> str:
+    return type(x).__module__.partition(".")[0]
 
 
 def _numpy(x: np.ndarray, owner: Any = None, family: str = "numpy", dtype: str = "") -> View:
     if isinstance(x, np.ma.MaskedArray):
-        raise TypeError("must be a plain array: the mask of a MaskedArray would be ignored")
+        raise TypeError("must be a plain array, for its mask would be ignored; got MaskedArray")
     owner = x if owner is None else owner
     x = np.asarray(x)
     dtype = dtype or x.dtype.name
-    if dtype == "bfloat16":  # ml_dtypes' bfloat16 is of kind V: carry the bits
-        x = x.view(x.dtype.newbyteorder("=")).view(np.uint16)
     item = x.itemsize or 1
-    if not x.dtype.isnative or not x.flags.aligned or any(s % item for s in x.strides):
+    copied = not x.dtype.isnative or not x.flags.aligned or any(s % item for s in x.strides)
+    if copied:
         x = np.array(x, dtype=x.dtype.newbyteorder("="))
+    if dtype == "bfloat16":  # ml_dtypes' bfloat16 is of kind V: carry the bits
+        x = x.view(np.uint16)
     strides = tuple(s // item for s in x.strides)
-    return View(owner, family, -1, x, x.shape, strides, dtype, x.ctypes.data, not x.flags.writeable)
+    readonly = not x.flags.writeable
+    return View(owner, family, -1, x, x.shape, strides, dtype, 0, readonly, copied=copied)
 
 
 def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
@@ -103,26 +115,34 @@ def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
 
 def _torch(x: Any) -> View:
     torch = sys.modules["torch"]
-    if x.layout != torch.strided or x.device.type not in ("cpu", "cuda"):
+    if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
+        layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(
             f"must be a strided torch tensor on the CPU or a CUDA device; "
-            f"got layout {x.layout} on {x.device}"
+            f"got layout {layout} on {x.device}"
         )
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
-    plain = x.detach().resolve_conj().resolve_neg()
+    plain, lazy = x.detach(), x.is_conj() or x.is_neg()
+    if lazy:
+        plain = plain.resolve_conj().resolve_neg()
+    try:
+        ptr = 0 if type(x).__name__ == "FakeTensor" else plain.data_ptr()
+    except RuntimeError:  # inside torch.vmap or torch.func.grad
+        ptr = 0
+    if ptr == 0 and x.numel():
+        raise TypeError(
+            f"must be a torch tensor with memory of its own; got {type(x).__name__} without, "
+            f"as in torch.vmap, torch.func and torch.compile"
+        )
     dtype, shape, strides = str(x.dtype).removeprefix("torch."), tuple(x.shape), plain.stride()
+    facts = {"needs_grad": x.requires_grad and torch.is_grad_enabled(), "copied": lazy}
     if x.device.type == "cuda":
-        ptr = plain.data_ptr()
-        return View(
-            x, "torch", x.device.index, plain, shape, strides, dtype, ptr, needs_grad=needs_grad
-        )
-    if x.numel() == 0:
-        array = np.empty(shape, "uint16" if dtype == "bfloat16" else dtype)
+        return View(x, "torch", x.device.index, plain, shape, strides, dtype, ptr, **facts)
+    bits = "uint16" if dtype == "bfloat16" else dtype
+    if x.numel() == 0 or not dlpack.known(bits):  # what NumPy lacks is refused by name later
+        array = np.empty(shape, bits if dlpack.known(bits) else np.void)
     else:
-        array = np.asarray(_At(dlpack.array_at(plain.data_ptr(), shape, strides, dtype), plain))
-    return View(
-        x, "torch", -1, array, shape, strides, dtype, array.ctypes.data, needs_grad=needs_grad
-    )
+        array = np.asarray(_At(dlpack.array_at(ptr, shape, strides, bits), plain))
+    return View(x, "torch", -1, array, shape, strides, dtype, 0, **facts)
 
 
 class _At:
@@ -155,7 +175,7 @@ def empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
             return _numpy(np.empty(shape, dtype), None, like.family)
         if like.family == "dlpack":
             return _numpy(np.empty(shape, np.uint16), None, like.family, dtype)
-        return _numpy(np.empty(shape, like.owner.dtype.newbyteorder("=")))
+        return _numpy(np.empty(shape, like.owner.dtype.type))
     import cupy
 
     with cupy.cuda.Device(like.device):
@@ -178,7 +198,7 @@ def contiguous(x: View, last_only: bool = False) -> View:
 
 
 def fill(x: View, value: View | float) -> None:
-    """Write a number or another view of the same family into ``x``, on the stream of its library."""
+    """Write a number or a view of the same family into ``x``, on the stream of its library."""
     if x.device < 0 or x.family == "torch":
         x.array[...] = value.array if isinstance(value, View) else value
         return
@@ -188,24 +208,30 @@ def fill(x: View, value: View | float) -> None:
         x.array[...] = value.array if isinstance(value, View) else value
 
 
+def written(x: View) -> None:
+    """Tell torch that ``x`` was written, for autograd to refuse a gradient that needs the old."""
+    if x.family == "torch" and not x.owner.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(x.owner)
+
+
 def give(x: View, like: View) -> Any:
     """``x`` as the caller gets it: an array of the library that ``like`` came from."""
     if like.family != "dlpack":
         return x.owner
     source = dlpack.Export(x.array, x.dtype) if x.device < 0 else x.array
-    return _importer(like.owner)(source)
+    return importer(like.owner)(source)
 
 
-def _importer(owner: Any) -> Any:
-    """``from_dlpack`` of the library that made ``owner``."""
+def importer(owner: Any) -> Any:
+    """``from_dlpack`` of the library that made ``owner``; TypeError where there is none."""
     if hasattr(owner, "__array_namespace__"):
         return owner.__array_namespace__().from_dlpack
-    root = type(owner).__module__.partition(".")[0]
+    root = _library(owner)
     for name in (root, f"{root}.dlpack", f"{root}.utils.dlpack", type(owner).__module__):
         found = getattr(sys.modules.get(name), "from_dlpack", None)
         if found is not None:
             return found
     raise TypeError(
-        f"the library of {type(owner).__name__} has no from_dlpack to hand the result back; "
-        f"pass a NumPy, CuPy or torch array instead"
+        f"must come from a library with from_dlpack, to hand the result back in; "
+        f"got {type(owner).__module__}.{type(owner).__qualname__}"
     )

@@ -1,7 +1,7 @@
 """The DLPack protocol on the CPU, for every dtype: NumPy's own reader and writer refuse bfloat16.
 
-A capsule is read into a NumPy array over the producer's memory, and a NumPy array is offered to any
-consumer through :class:`Export`. bfloat16 travels as its bits in uint16 beside the name of the dtype.
+A capsule is read into a NumPy array over the producer's memory, and a NumPy array is offered to
+any consumer through :class:`Export`. bfloat16 travels as its bits in uint16 beside its name.
 On a GPU CuPy speaks the protocol, with streams, and this module is not used.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-_CODES = {name: code for code, name in _KINDS.items()}
-_READ_ONLY = 1
+_BFLOAT = 4
+_KINDS = {0: "int", 1: "uint", 2: "float", _BFLOAT: "bfloat", 5: "complex", 6: "bool"}
+_READ_ONLY, _IS_COPIED = 1, 2  # flags of a versioned export
 
 
 class _Tensor(ct.Structure):
@@ -52,34 +52,29 @@ class _ManagedVersioned(ct.Structure):
 
 
 _LAYOUTS: dict[bytes, Any] = {b"dltensor": _Managed, b"dltensor_versioned": _ManagedVersioned}
+_USED = {name: b"used_" + name for name in _LAYOUTS}  # a capsule keeps the pointer to its name
 
-_NAMES = tuple(_LAYOUTS)  # PyCapsule keeps the pointer to its name, so the bytes must live on
 _api = ct.pythonapi
 _api.PyCapsule_IsValid.argtypes = [ct.py_object, ct.c_char_p]
 _api.PyCapsule_GetPointer.argtypes = [ct.py_object, ct.c_char_p]
 _api.PyCapsule_GetPointer.restype = ct.c_void_p
 _api.PyCapsule_SetName.argtypes = [ct.py_object, ct.c_char_p]
-_Destructor = ct.PYFUNCTYPE(None, ct.c_void_p)
-_api.PyCapsule_New.argtypes = [ct.c_void_p, ct.c_char_p, _Destructor]
-_api.PyCapsule_New.restype = ct.py_object
-_USED = {name: b"used_" + name for name in _LAYOUTS}
 
 
 class _Memory:
     """Memory of another library, seen by NumPy; gives it back when the last view is gone."""
 
-    def __init__(self, interface: dict[str, Any], managed: Any) -> None:
-        self.__array_interface__ = interface
-        self._managed = managed
+    def __init__(self, managed: Any) -> None:
+        self._delete, self._address = managed.deleter, ct.addressof(managed)
 
     def __del__(self) -> None:
-        if self._managed.deleter:
-            self._managed.deleter(ct.addressof(self._managed))
+        if self._delete:
+            self._delete(self._address)
 
 
 def array_at(ptr: int, shape, strides, dtype: str, readonly: bool = False) -> dict[str, Any]:
-    """NumPy's array interface of memory at ``ptr``; strides in elements, bfloat16 as uint16."""
-    native = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    """NumPy's array interface of memory at ``ptr``; strides in elements."""
+    native = np.dtype(dtype)
     return {
         "data": (ptr, readonly),
         "shape": tuple(shape),
@@ -95,35 +90,45 @@ def read(source: Any) -> tuple[np.ndarray, str]:
         capsule = source.__dlpack__(max_version=(1, 1))
     except TypeError:  # a producer from before DLPack 1.0
         capsule = source.__dlpack__()
-    name = next((n for n in _LAYOUTS if _api.PyCapsule_IsValid(capsule, n)), None)
-    if name is None:
-        raise TypeError("its __dlpack__ gave no unused DLPack capsule")
-    managed = _LAYOUTS[name].from_address(_api.PyCapsule_GetPointer(capsule, name))
+    name, managed = _managed(capsule)
+    versioned = name == b"dltensor_versioned"
+    if versioned and managed.major > 1:
+        raise BufferError(f"must speak DLPack 1; got version {managed.major}.{managed.minor}")
     _api.PyCapsule_SetName(capsule, _USED[name])
     tensor = managed.tensor
     kind = _KINDS.get(tensor.code, "unknown")
     dtype = "bool" if kind == "bool" else f"{kind}{tensor.bits}"
-    shape = tensor.shape[: tensor.ndim] if tensor.ndim else []
-    if tensor.ndim and tensor.strides:
-        strides = tensor.strides[: tensor.ndim]
-    else:
-        strides = _contiguous(shape)
-    readonly = name == b"dltensor_versioned" and bool(managed.flags & _READ_ONLY)
+    shape = tensor.shape[: tensor.ndim] if tensor.shape else []
+    strides = tensor.strides[: tensor.ndim] if tensor.strides else _contiguous(shape)
+    readonly = versioned and bool(managed.flags & (_READ_ONLY | _IS_COPIED))
     address = (tensor.data or 0) + tensor.byte_offset
-    memory = _Memory({}, managed)  # from here on the producer's memory is given back in any case
-    if tensor.lanes != 1 or not (dtype == "bfloat16" or _known(dtype)):
-        raise TypeError(f"DLPack dtype {dtype} with {tensor.lanes} lanes has no NumPy form")
+    memory = _Memory(managed)  # from here on the producer's memory is given back in any case
+    bits = "uint16" if dtype == "bfloat16" else dtype
+    if tensor.lanes != 1 or not known(bits):
+        raise TypeError(
+            f"must have a dtype that NumPy has; got {dtype} x {tensor.lanes} through DLPack"
+        )
     if 0 in shape:
-        return np.empty(shape, "uint16" if dtype == "bfloat16" else dtype), dtype
-    memory.__array_interface__ = array_at(address, shape, strides, dtype, readonly)
+        return np.empty(shape, bits), dtype
+    memory.__array_interface__ = array_at(address, shape, strides, bits, readonly)
     return np.asarray(memory), dtype
 
 
-def _known(dtype: str) -> bool:
+def _managed(capsule: Any) -> tuple[bytes, Any]:
+    """The name of an unused capsule and the struct inside."""
+    for name, layout in _LAYOUTS.items():
+        if _api.PyCapsule_IsValid(capsule, name):
+            return name, layout.from_address(_api.PyCapsule_GetPointer(capsule, name))
+    raise TypeError("must give an unused DLPack capsule; got one that was used, or none")
+
+
+def known(dtype: str) -> bool:
+    """Whether NumPy itself has a dtype of this name."""
     try:
-        return bool(np.dtype(dtype))
+        np.dtype(dtype)
     except TypeError:
         return False
+    return True
 
 
 def _contiguous(shape) -> list[int]:
@@ -134,28 +139,8 @@ def _contiguous(shape) -> list[int]:
     return strides[::-1]
 
 
-_exported: dict[int, tuple] = {}  # what a consumer still holds, by the address of its struct
-
-
-@_Deleter
-def _release(address: int) -> None:
-    _exported.pop(address, None)
-
-
-_is_valid = ct.PYFUNCTYPE(ct.c_int, ct.c_void_p, ct.c_char_p)(("PyCapsule_IsValid", _api))
-_pointer = ct.PYFUNCTYPE(ct.c_void_p, ct.c_void_p, ct.c_char_p)(("PyCapsule_GetPointer", _api))
-
-
-@_Destructor
-def _discard(capsule: int) -> None:
-    """Destructor of a capsule: lets the array go if no consumer took it."""
-    for name in _LAYOUTS:
-        if _is_valid(capsule, name):
-            _release(_pointer(capsule, name))
-
-
 class Export:
-    """Offers a C-contiguous NumPy array, or bfloat16 bits in uint16, to any DLPack consumer."""
+    """Offers a NumPy array, or bfloat16 bits in uint16, to any DLPack consumer."""
 
     def __init__(self, array: np.ndarray, dtype: str) -> None:
         self._array, self._dtype = array, dtype
@@ -164,20 +149,11 @@ class Export:
         return CPU, 0
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None) -> Any:
-        if dl_device not in (None, (CPU, 0)):
-            raise BufferError(f"the array lies on the CPU; it cannot be exported to {dl_device}")
         array = self._array.copy() if copy else self._array
-        versioned = max_version is not None and max_version[0] >= 1
-        managed = _LAYOUTS[_NAMES[versioned]]()
-        if versioned:
-            managed.major, managed.minor = 1, 0
-        managed.deleter = _release
-        tensor = managed.tensor
-        tensor.data, tensor.device_type, tensor.ndim = array.ctypes.data, CPU, array.ndim
-        kind = self._dtype.rstrip("0123456789")
-        tensor.code, tensor.bits, tensor.lanes = _CODES[kind], array.itemsize * 8, 1
-        tensor.shape = (ct.c_int64 * array.ndim)(*array.shape)
-        tensor.strides = (ct.c_int64 * array.ndim)(*_contiguous(array.shape))
-        address = ct.addressof(managed)
-        _exported[address] = (managed, array)
-        return _api.PyCapsule_New(address, _NAMES[versioned], _discard)
+        try:
+            capsule = array.__dlpack__(max_version=max_version, dl_device=dl_device)
+        except TypeError:  # NumPy before 2.1 knows no such arguments
+            capsule = array.__dlpack__()
+        if self._dtype == "bfloat16":
+            _managed(capsule)[1].tensor.code = _BFLOAT
+        return capsule

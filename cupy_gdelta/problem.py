@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -82,7 +84,7 @@ def check(
         raise kind(f"{name}: {text}")
 
     if gate is not None and log_gate is not None:
-        fail(ValueError, "gate and log_gate are two forms of one argument; got both")
+        fail(ValueError, "gate must be given in one form, as gate or as log_gate; got both")
     given = {
         "q": q,
         "k": k,
@@ -102,16 +104,21 @@ def check(
             fail(TypeError, f"{label} {error}")
     first = views["q"]
     for label, x in views.items():
-        if (x.family, x.device) != (first.family, first.device):
+        if x.kind != first.kind:
             fail(TypeError, f"{label} must be {first.kind}, as q is; got {x.kind}")
         if x.needs_grad and label != "out":
             fail(
                 TypeError,
-                f"{label} requires grad, and this version computes no gradients; "
-                f"pass {label}.detach(), or call under torch.no_grad()",
+                f"{label} must not require grad, for this version computes no gradients (pass "
+                f"{label}.detach() or call under torch.no_grad()); got a tensor that does",
             )
-    sizes = _sizes(fail, views)
+    if first.family == "dlpack":
+        try:
+            arrays.importer(v)
+        except TypeError as error:
+            fail(TypeError, f"v {error}")
     _dtypes(fail, views)
+    sizes = _sizes(fail, views)
     offsets = None
     N = sizes["B"]
     if cu_seqlens is not None:
@@ -176,7 +183,7 @@ def _sizes(fail: Fail, views: dict[str, View]) -> dict[str, int]:
         if not 1 <= size <= MAX_HEAD_DIM:
             fail(
                 ValueError,
-                f"{label} must have a last axis {axis} from 1 to {MAX_HEAD_DIM}; got {size}",
+                f"{label} must have a last axis {axis} of 1 to {MAX_HEAD_DIM}; got {size}",
             )
     for label in ("gate", "log_gate", "beta"):
         if label in views:
@@ -211,48 +218,57 @@ def _out(fail: Fail, out: View, v: View) -> None:
     _shape(fail, "out", out, "(B, T, H, V)", v.shape)
     if out.readonly:
         fail(ValueError, "out must be writable; got a read-only array")
-    if any(s == 0 and n > 1 for n, s in zip(out.shape, out.strides, strict=True)):
-        fail(
-            ValueError,
-            f"out must have an element of its own for each value; got strides {out.strides}",
-        )
-    if out.owner is not None and getattr(out.owner, "requires_grad", False):
+    if out.copied:
+        fail(ValueError, "out must be aligned and in native byte order; got one that is not")
+    reach = 0  # of the axes with smaller strides, in elements
+    for step, size in sorted((abs(s), n) for n, s in zip(out.shape, out.strides, strict=True)):
+        if size > 1 and step <= reach and 0 not in out.shape:
+            fail(
+                ValueError,
+                f"out must have memory of its own for each element; "
+                f"got strides {out.strides} for shape {out.shape}",
+            )
+        reach += step * (size - 1)
+    if out.needs_grad:
         fail(ValueError, "out must not require grad; got a tensor that does")
 
 
 def _scale(fail: Fail, scale: Any) -> float:
-    if isinstance(scale, (bool, str, bytes)) or isinstance(scale, complex):
-        fail(TypeError, f"scale must be a real number; got {scale!r}")
-    try:
-        value = float(scale)
-    except (TypeError, ValueError):
-        fail(TypeError, f"scale must be a real number; got {type(scale).__name__}")
+    kind = type(scale).__name__
+    if getattr(scale, "requires_grad", False):
+        fail(TypeError, "scale must be a number (multiply q instead); got one that requires grad")
+    if getattr(scale, "shape", None) == () and hasattr(scale, "__float__"):
+        dtype = getattr(scale.dtype, "name", str(scale.dtype).rpartition(".")[2])
+        if not dtype.startswith(("float", "bfloat", "longdouble", "int", "uint")):
+            fail(TypeError, f"scale must be a real number; got {kind} of {dtype}")
+    elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        fail(TypeError, f"scale must be a real number; got {kind}")
+    value = float(scale)
     if not math.isfinite(value):
         fail(ValueError, f"scale must be finite; got {value}")
     return value
 
 
 def _offsets(fail: Fail, cu_seqlens: Any, q: View, B: int, T: int) -> tuple[np.ndarray | View, int]:
-    """cu_seqlens as int64 on the host, checked, or as a view on q's device, read by the kernel alone."""
+    """cu_seqlens as int64 on the host, checked; on q's device, as a view that only kernels read."""
     if B != 1:
-        fail(ValueError, f"cu_seqlens packs sequences along T and needs B = 1; got B = {B}")
+        fail(ValueError, f"cu_seqlens must come with B = 1, sequences packed along T; got B = {B}")
     if isinstance(cu_seqlens, (list, tuple, range)):
-        x = np.asarray(cu_seqlens)
-        if x.size == 0:
-            x = x.astype(np.int64)
+        ends, dtype = _listed(fail, cu_seqlens), "int64"
     else:
         try:
             view = arrays.take(cu_seqlens)
         except (TypeError, BufferError) as error:
-            fail(TypeError, f"cu_seqlens {error}, or a list of integers")
+            text = str(error).replace("an array", "a list or an array of integers")
+            fail(TypeError, f"cu_seqlens {text}")
         if view.device >= 0:
             return _device_offsets(fail, view, q)
-        x = view.array
-    if x.dtype.kind not in "iu":
-        fail(TypeError, f"cu_seqlens must be integers; got dtype {x.dtype}")
-    if x.ndim != 1 or x.size == 0:
-        fail(ValueError, f"cu_seqlens must have shape (N + 1,) with N >= 0; got {x.shape}")
-    ends = x.astype(np.int64)
+        ends, dtype = view.array, view.dtype
+    if not dtype.startswith(("int", "uint")):
+        fail(TypeError, f"cu_seqlens must hold integers; got dtype {dtype}")
+    if ends.ndim != 1 or ends.size == 0:
+        fail(ValueError, f"cu_seqlens must have shape (N + 1,) with N >= 0; got {ends.shape}")
+    ends = ends.astype(np.int64)  # a copy, which no caller can change under the work
     if ends[0] != 0:
         fail(ValueError, f"cu_seqlens must start with 0; got {ends[0]}")
     falls = np.flatnonzero(np.diff(ends) < 0)
@@ -262,6 +278,19 @@ def _offsets(fail: Fail, cu_seqlens: Any, q: View, B: int, T: int) -> tuple[np.n
     if ends[-1] > T:
         fail(ValueError, f"cu_seqlens must end at T = {T} or before; got {ends[-1]}")
     return ends, ends.size - 1
+
+
+def _listed(fail: Fail, values: Any) -> np.ndarray:
+    ends = []
+    for x in values:
+        try:
+            ends.append(operator.index("" if isinstance(x, bool) else x))
+        except TypeError:
+            fail(TypeError, f"cu_seqlens must hold integers; got {x!r}")
+    try:
+        return np.array(ends, dtype=np.int64)
+    except OverflowError:
+        fail(ValueError, f"cu_seqlens must hold 64-bit integers; got {max(ends, key=abs)}")
 
 
 def _device_offsets(fail: Fail, view: View, q: View) -> tuple[View, int]:

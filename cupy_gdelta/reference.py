@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 
@@ -39,7 +41,7 @@ def gated_delta_rule(
     initial_state=None,
     cu_seqlens=None,
 ):
-    """``R = gate * S; S = R + beta * k (v - k^T R)^T; y = scale * q S``, token by token, in float64.
+    """``R = gate * S; S = R + beta * k (v - k^T R)^T; y = scale * q S``, one token after the other.
 
     Takes NumPy arrays of the shapes that :func:`cupy_gdelta.gated_delta_rule` takes and returns
     ``(y, state)``, both float64.
@@ -61,7 +63,7 @@ def gated_delta_rule(
 
 
 def _widen(q, k, v, gate, beta, log_gate, initial_state, cu_seqlens):
-    """float64 copies with q and k repeated to H heads; the sequences as (state rows, rows, start, stop)."""
+    """float64 copies, q and k repeated to H heads; sequences as (state rows, rows, start, stop)."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     batch, time, heads = v.shape[:3]
     repeat = heads // q.shape[2] if q.shape[2] else 1
@@ -75,8 +77,8 @@ def _widen(q, k, v, gate, beta, log_gate, initial_state, cu_seqlens):
     else:
         ends = [int(x) for x in cu_seqlens]
         count = len(ends) - 1
-        pairs = zip(ends, ends[1:], strict=False)
-        sequences = [(slice(n, n + 1), slice(0, 1), a, b) for n, (a, b) in enumerate(pairs)]
+        pairs = enumerate(itertools.pairwise(ends))
+        sequences = [(slice(n, n + 1), slice(0, 1), a, b) for n, (a, b) in pairs]
     state = np.zeros((count, heads, q.shape[3], v.shape[3]))
     if initial_state is not None:
         state += np.asarray(initial_state).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Array families for the tests: one body runs with NumPy, torch, a foreign DLPack library and CuPy."""
+"""Array families for the tests: one body runs with NumPy, torch, DLPack and CuPy arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Family:
         return self.name
 
     def array(self, x, dtype: str | None = None):
-        """``x`` (NumPy) as an array of this family, rounded to ``dtype`` (float32, bfloat16, ...)."""
+        """``x`` (NumPy) as an array of this family, rounded to ``dtype``, a name."""
         x = np.asarray(x)
         if self.name.startswith("torch"):
             import torch
@@ -64,7 +64,7 @@ class Family:
         return x
 
     def arrays(self, problem: dict, dtype: str) -> dict:
-        """A problem of ``accuracy.inputs``: q, k, v in ``dtype``; gate, beta and state in the state dtype."""
+        """A problem of ``accuracy.inputs``: q, k, v in ``dtype``, the rest in the state's dtype."""
         state = "float64" if dtype == "float64" else "float32"
         kinds = dict.fromkeys(("q", "k", "v"), dtype)
         return {n: self.array(x, kinds.get(n, state)) for n, x in problem.items()}
