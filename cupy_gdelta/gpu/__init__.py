@@ -1,0 +1,88 @@
+"""The GPU path: plans a checked problem and launches its kernel, on the caller's stream."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import View
+from ..problem import Problem
+
+try:
+    import cupy
+except ImportError as error:
+    raise ImportError(
+        "cupy_gdelta runs its kernels through CuPy, which is not installed; "
+        'pip install "cupy_gdelta[cuda12]" (or [cuda13])'
+    ) from error
+
+from . import plan, recurrent
+
+__all__ = ["forward", "plan", "recurrent"]
+
+
+def forward(p: Problem, y: View, state: View | None) -> None:
+    """Write y and, where given, the final state; asynchronous, one launch."""
+    with _on(p.v):
+        if p.N == 0:
+            if 0 not in y.shape:
+                arrays.fill(y, 0.0)
+            return
+        if p.H == 0 or (p.T == 0 and state is None):
+            return
+        offsets = p.cu_seqlens
+        if isinstance(offsets, np.ndarray):
+            offsets = _upload(offsets.tobytes(), p.v.device)
+        p = _readable(p)
+        chosen = plan.choose(
+            p.rule, p.dtype, p.T, p.N * p.H, p.K, p.V, _multiprocessors(p.v.device)
+        )
+        recurrent.launch(p, chosen, y, state, offsets)
+
+
+@contextlib.contextmanager
+def _on(x: View) -> Iterator[None]:
+    """Make the array's device current, and the stream that its library would launch on."""
+    with cupy.cuda.Device(x.device):
+        if x.family != "torch":
+            yield
+            return
+        stream = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
+        with cupy.cuda.ExternalStream(stream, x.device):
+            yield
+
+
+def _readable(p: Problem) -> Problem:
+    """The problem with q, k, v copied where their last axis is not contiguous."""
+    import dataclasses
+
+    copies = {}
+    for label in "qkv":
+        view = getattr(p, label)
+        ready = arrays.contiguous(view, last_only=True)
+        if ready is not view:
+            copies[label] = ready
+    return dataclasses.replace(p, **copies) if copies else p
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+
+
+@functools.lru_cache(maxsize=64)
+def _upload(offsets: bytes, device: int) -> View:
+    """Offsets given on the host, on the device; kept, so that a repeated call uploads nothing."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "cu_seqlens on the host cannot be uploaded while a graph is captured; "
+            "call once with the same offsets before capturing, or pass them on the device"
+        )
+    view = arrays.take(cupy.asarray(np.frombuffer(offsets, np.int64)))
+    cupy.cuda.get_current_stream().synchronize()  # other streams may use it from now on
+    return view

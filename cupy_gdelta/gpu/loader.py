@@ -1,0 +1,103 @@
+"""Compiles and keeps kernels. Knows where the .cu files lie, and no kernel.
+
+A kernel is one instantiation of one template in one file. Its source goes to the compiler as one
+text with every quoted include in place, so that CuPy's disk cache, which keys on that text, notices
+a change in any file, and no path of this machine enters the key.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import cupy
+
+OPTIONS = ("-std=c++17",)
+_INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
+_lock = threading.Lock()
+_kernels: dict[tuple[str, str, int], Any] = {}
+
+
+@functools.cache
+def folder() -> Path:
+    """The folder of the .cu files: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for found in (package / "cuda", package.parent / "cuda"):
+        if (found / "recurrent.cu").is_file():
+            return found
+    raise ImportError(
+        f"cupy_gdelta: its CUDA sources are missing: no cuda/recurrent.cu in or beside {package}"
+    )
+
+
+@functools.cache
+def source(stem: str) -> str:
+    """``cuda/<stem>.cu`` with its quoted includes in place, each once."""
+    seen: set[str] = set()
+
+    def inline(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = (folder() / name).read_text(encoding="utf-8").replace("#pragma once\n", "\n")
+        parts, line = [f'#line 1 "{name}"\n'], 1
+        for i, part in enumerate(_INCLUDE.split(text)):
+            if i % 2:
+                line += 1
+                parts.append(f'{inline(part)}#line {line} "{name}"\n')
+            else:
+                line += part.count("\n")
+                parts.append(part)
+        return "".join(parts)
+
+    return inline(f"{stem}.cu")
+
+
+def kernel(stem: str, expression: str, device: int, shared_bytes: int) -> Any:
+    """The compiled ``expression`` of ``cuda/<stem>.cu`` for a device, the current one."""
+    key = (stem, expression, device)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = _compile(stem, expression, shared_bytes)
+    return found
+
+
+def _compile(stem: str, expression: str, shared_bytes: int) -> Any:
+    def build() -> Any:
+        module = cupy.RawModule(code=source(stem), options=OPTIONS, name_expressions=(expression,))
+        return module.get_function(expression)
+
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "cupy_gdelta: the kernel for this shape is not compiled yet, and compiling would break "
+            "the running graph capture; call once with the same shapes before capturing"
+        )
+    try:
+        function = build()
+    except OSError as error:
+        warnings.warn(
+            f"cupy_gdelta: CuPy's kernel cache cannot be used ({error}); compiling in memory. "
+            f"Set CUPY_CACHE_DIR to a writable folder to keep compiled kernels",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        try:
+            function = build()
+        finally:
+            if before is None:
+                del os.environ["CUPY_CACHE_IN_MEMORY"]
+            else:
+                os.environ["CUPY_CACHE_IN_MEMORY"] = before
+    if shared_bytes > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    return function
