@@ -23,64 +23,84 @@ def gated_linear_attention(
     out=None,
     precision="highest",
 ) -> Any:
-    """Gated linear attention, from the first token to the last::
+    """Scalar-gated linear attention: the linear rule, over whole sequences.
 
-        S[t] = gate[t] * S[t-1] + beta[t] * k[t] v[t]^T        S is (K, V)
-        y[t] = scale * q[t] S[t]                               read after the update
+    For every batch entry and head, with a state ``S`` of shape (K, V)::
 
-    Nothing is subtracted from the written value: the rule sometimes called "scalar-gated delta-rule
-    linear attention" is this one, and the Gated DeltaNet is :func:`gated_delta_rule`.
+        S_t = gate_t * S_{t-1} + beta_t * k_t v_t^T
+        y_t = scale * q_t S_t
+
+    The state is updated before it is read. This recurrence is at times called a "scalar-gated delta
+    rule", although nothing is subtracted in it; for the rule that writes the prediction error, see
+    :func:`gated_delta_rule`.
 
     Parameters
     ----------
-    q, k : array (B, T, Hq, K)
-        Queries and keys in float16, bfloat16, float32 or float64; K from 1 to 256.
-    v : array (B, T, H, V)
-        Values in the dtype of ``q``; V from 1 to 256. H is a multiple of Hq: head ``h`` of ``v``
-        goes with head ``h // (H // Hq)`` of ``q`` and ``k``.
-    gate : array (B, T, H), optional
-        What the state is multiplied by: 1 keeps it, 0 forgets it exactly, negative and larger
-        values are legal. float32 or the dtype of ``q``; 1 where left out.
-    beta : array (B, T, H), optional
-        What a write is multiplied by. float32 or the dtype of ``q``; 1 where left out.
-    log_gate : array (B, T, H), optional
-        The natural logarithm of the gate (-inf forgets), instead of ``gate``.
-    scale : number
-        What y is multiplied by.
-    initial_state : array (N, H, K, V), optional
-        The state before the first token, in float32 (float64 for float64 inputs); zero where left
-        out, and never written to. N is B, or the number of packed sequences.
-    cu_seqlens : sequence or array of N + 1 integers, optional
-        Offsets of N sequences packed along T, with B = 1, as in FlashAttention:
-        ``cu_seqlens[n]:cu_seqlens[n + 1]`` are the tokens of sequence ``n``, and may be none. y is
-        0 in tokens after the last offset. On a GPU the values of a device array are not checked.
-    return_state : bool
-        Return the state after the last token too.
-    out : array (B, T, H, V), optional
-        Where to write y. It may overlap an input: y is then computed elsewhere and copied.
-    precision : {"highest", "tf32"}
-        "tf32" allows a GPU to round float32 inputs to TF32 in products.
+    q, k : array, shape (B, T, Hq, K)
+        Queries and keys; float16, bfloat16, float32 or float64, K from 1 to 256. Head h of v reads
+        head ``h // (H // Hq)`` of q and k; H must be a multiple of Hq.
+    v : array, shape (B, T, H, V)
+        Values, of the dtype of q; V from 1 to 256, independent of K.
+    gate : array, shape (B, T, H), optional
+        The multiplier itself, any finite value: 1 keeps, 0 forgets exactly, negative values and
+        values above 1 are legal. float32 or the dtype of q; never rounded to 16 bits. None is 1.
+    beta : array, shape (B, T, H), optional
+        Strength of the write, any finite value; float32 or the dtype of q. None is 1.
+    log_gate : array, shape (B, T, H), optional
+        Natural logarithm of the gate, instead of ``gate``; ``-inf`` forgets.
+    scale : float, default 1.0
+        Factor of y.
+    initial_state : array, shape (N, H, K, V), optional
+        State before the first token, float32 (float64 for float64 inputs); never written to. N is B,
+        or the number of packed sequences. None is zero.
+    cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
+        Offsets of N sequences packed along T, with B = 1: sequence n is tokens ``cu_seqlens[n]`` to
+        ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its end
+        belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is read by
+        the kernel alone, without a copy to the host, and entries out of range are clipped.
+    return_state : bool, default False
+        Also return the state after the last token of each sequence.
+    out : array, shape (B, T, H, V), optional
+        Array of y's dtype, family and device to write into; may be strided, may overlap an input.
+    precision : {"highest", "tf32"}, default "highest"
+        "highest" keeps float32 accuracy for float32 inputs; "tf32" allows products of inputs rounded
+        to TF32 where that is faster.
 
     Returns
     -------
-    y : array (B, T, H, V)
-        In the library, on the device and in the dtype of the inputs; ``out`` itself where given.
-    state : array (N, H, K, V)
-        With ``return_state``: in float32 (float64 for float64 inputs).
+    y : array, shape (B, T, H, V)
+        In the dtype, family and device of v; ``out`` itself where given.
+    state : array, shape (N, H, K, V)
+        Only with ``return_state``; float32, float64 for float64 inputs.
 
     Raises
     ------
     TypeError, ValueError
-        Before any work, naming the argument.
+        Before any work, naming the argument, the rule it breaks and the value it has.
 
     Notes
     -----
-    NumPy arrays are computed on the CPU, CuPy arrays and torch tensors where they lie, on the
-    current stream of their library. Arrays of any other library with ``__dlpack__`` are handed back
-    in that library. Any strides will do. No input is ever written to.
+    NumPy arrays, torch CPU tensors and other CPU arrays with ``__dlpack__`` are computed on the CPU;
+    CuPy arrays, torch CUDA tensors and other CUDA arrays with ``__dlpack__`` on the GPU that holds
+    them, on the caller's current stream and without synchronisation. Any strides are accepted, and
+    no input is written to. 16-bit inputs are summed in float32.
 
-    A NaN or an infinity stays in its own sequence and head, and never reaches an earlier chunk of
-    tokens; within its chunk it may show in earlier tokens too.
+    A NaN or Inf shows in the outputs that depend on it and reaches no other sequence, head or batch
+    entry, nor an earlier chunk of its own sequence; within its chunk (at most 64 tokens) it may reach
+    earlier tokens.
+
+    The state with a scalar gate is the recurrence of RetNet (Sun et al., 2023, arXiv:2307.08621, with
+    a constant gate) and of Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060); without a gate, linear
+    attention (Katharopoulos et al., 2020, arXiv:2006.16236).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_gdelta import gated_linear_attention
+    >>> one = np.ones((1, 4, 1, 1), np.float32)
+    >>> gate = np.array([1, 0.5, 0.5, 0], np.float32).reshape(1, 4, 1)
+    >>> gated_linear_attention(one, one, one, gate).ravel()
+    array([1.  , 1.5 , 1.75, 1.  ], dtype=float32)
     """
     return _forward(
         problem.check(
@@ -118,37 +138,85 @@ def gated_delta_rule(
     out=None,
     precision="highest",
 ) -> Any:
-    """Gated delta rule (Gated DeltaNet), from the first token to the last::
+    """The gated delta rule of Gated DeltaNet, over whole sequences.
 
-        R    = gate[t] * S[t-1]                                decay first; S is (K, V)
-        S[t] = R + beta[t] * k[t] (v[t] - k[t]^T R)^T          write what R got wrong about v[t]
-        y[t] = scale * q[t] S[t]                               read after the update
+    For every batch entry and head, with a state ``S`` of shape (K, V)::
 
-    Use :func:`gated_linear_attention` for the rule that writes ``k v^T`` and subtracts nothing,
-    sometimes called "scalar-gated delta-rule linear attention". The state stays bounded for keys of
-    unit length with ``beta`` from 0 to 2 and gates up to 1: see ``qk_l2norm``.
+        R_t = gate_t * S_{t-1}
+        S_t = R_t + beta_t * k_t (v_t - k_t^T R_t)^T
+        y_t = scale * q_t S_t
+
+    The decay comes first, and what is written is the error of the prediction ``k_t^T R_t``; with a
+    key of unit length and beta = 1 the state then returns exactly ``v_t`` for ``k_t``. Keys longer
+    than ``sqrt(2 / beta)`` make the state grow. The recurrence that only adds, at times called a
+    "scalar-gated delta rule" too, is :func:`gated_linear_attention`.
 
     Parameters
     ----------
-    q, k, v, gate, beta, log_gate, scale, initial_state, cu_seqlens, return_state, out, precision
-        As in :func:`gated_linear_attention`.
-    qk_l2norm : bool
-        Divide each query and key ``x`` by ``sqrt(x . x + 1e-6)`` first, in float32 (float64 for
+    q, k : array, shape (B, T, Hq, K)
+        Queries and keys; float16, bfloat16, float32 or float64, K from 1 to 256. Head h of v reads
+        head ``h // (H // Hq)`` of q and k; H must be a multiple of Hq.
+    v : array, shape (B, T, H, V)
+        Values, of the dtype of q; V from 1 to 256, independent of K.
+    gate : array, shape (B, T, H), optional
+        The multiplier itself, any finite value: 1 keeps, 0 forgets exactly, negative values and
+        values above 1 are legal. float32 or the dtype of q; never rounded to 16 bits. None is 1.
+    beta : array, shape (B, T, H), optional
+        Strength of the write, any finite value; float32 or the dtype of q. None is 1.
+    log_gate : array, shape (B, T, H), optional
+        Natural logarithm of the gate, instead of ``gate``; ``-inf`` forgets.
+    scale : float, default 1.0
+        Factor of y.
+    qk_l2norm : bool, default False
+        Bring q and k to unit length first: ``x / sqrt(sum(x * x) + 1e-6)`` in float32 (float64 for
         float64 inputs).
+    initial_state : array, shape (N, H, K, V), optional
+        State before the first token, float32 (float64 for float64 inputs); never written to. N is B,
+        or the number of packed sequences. None is zero.
+    cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
+        Offsets of N sequences packed along T, with B = 1: sequence n is tokens ``cu_seqlens[n]`` to
+        ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its end
+        belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is read by
+        the kernel alone, without a copy to the host, and entries out of range are clipped.
+    return_state : bool, default False
+        Also return the state after the last token of each sequence.
+    out : array, shape (B, T, H, V), optional
+        Array of y's dtype, family and device to write into; may be strided, may overlap an input.
+    precision : {"highest", "tf32"}, default "highest"
+        "highest" keeps float32 accuracy for float32 inputs; "tf32" allows products of inputs rounded
+        to TF32 where that is faster.
 
     Returns
     -------
-    y, state
-        As in :func:`gated_linear_attention`.
+    y : array, shape (B, T, H, V)
+        In the dtype, family and device of v; ``out`` itself where given.
+    state : array, shape (N, H, K, V)
+        Only with ``return_state``; float32, float64 for float64 inputs.
 
     Raises
     ------
     TypeError, ValueError
-        Before any work, naming the argument.
+        Before any work, naming the argument, the rule it breaks and the value it has.
 
     Notes
     -----
-    As in :func:`gated_linear_attention`.
+    Families, devices, streams, strides and the reach of a NaN are as in
+    :func:`gated_linear_attention`.
+
+    The rule is that of Gated DeltaNet (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464), the
+    linear layer of Qwen3-Next; with a gate of 1 it is DeltaNet (Schlag, Irie and Schmidhuber, 2021,
+    arXiv:2102.11174), and for one column of V the normalised LMS filter (Widrow and Hoff, 1960).
+
+    Examples
+    --------
+    Two values under one key: the second replaces the first.
+
+    >>> import numpy as np
+    >>> from cupy_gdelta import gated_delta_rule
+    >>> key = np.array([0.6, 0.8], np.float32).reshape(1, 1, 1, 2).repeat(2, axis=1)
+    >>> value = np.array([3, 5], np.float32).reshape(1, 2, 1, 1)
+    >>> gated_delta_rule(key, key, value).ravel().round(5)
+    array([3., 5.], dtype=float32)
     """
     return _forward(
         problem.check(
