@@ -51,20 +51,20 @@ def gated_linear_attention(
     scale : float, default 1.0
         Factor of y.
     initial_state : array, shape (N, H, K, V), optional
-        State before the first token, float32 (float64 for float64 inputs); never written to. N is B,
-        or the number of packed sequences. None is zero.
+        State before the first token, float32 (float64 for float64 inputs); never written to. N is
+        B, or the number of packed sequences. None is zero.
     cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
         Offsets of N sequences packed along T, with B = 1: sequence n is tokens ``cu_seqlens[n]`` to
-        ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its end
-        belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is read by
-        the kernel alone, without a copy to the host, and entries out of range are clipped.
+        ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its
+        end belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is
+        read by the kernel alone, without a copy to the host, and entries out of range are clipped.
     return_state : bool, default False
         Also return the state after the last token of each sequence.
     out : array, shape (B, T, H, V), optional
         Array of y's dtype, family and device to write into; may be strided, may overlap an input.
     precision : {"highest", "tf32"}, default "highest"
-        "highest" keeps float32 accuracy for float32 inputs; "tf32" allows products of inputs rounded
-        to TF32 where that is faster.
+        "highest" keeps float32 accuracy for float32 inputs; "tf32" allows products of inputs
+        rounded to TF32 where that is faster.
 
     Returns
     -------
@@ -80,18 +80,18 @@ def gated_linear_attention(
 
     Notes
     -----
-    NumPy arrays, torch CPU tensors and other CPU arrays with ``__dlpack__`` are computed on the CPU;
-    CuPy arrays, torch CUDA tensors and other CUDA arrays with ``__dlpack__`` on the GPU that holds
-    them, on the caller's current stream and without synchronisation. Any strides are accepted, and
-    no input is written to. 16-bit inputs are summed in float32.
+    NumPy arrays, torch CPU tensors and other CPU arrays with ``__dlpack__`` are computed on the
+    CPU; CuPy arrays, torch CUDA tensors and other CUDA arrays with ``__dlpack__`` on the GPU that
+    holds them, on the caller's current stream and without synchronisation. Any strides are
+    accepted, and no input is written to. 16-bit inputs are summed in float32.
 
     A NaN or Inf shows in the outputs that depend on it and reaches no other sequence, head or batch
-    entry, nor an earlier chunk of its own sequence; within its chunk (at most 64 tokens) it may reach
-    earlier tokens.
+    entry, nor an earlier chunk of its own sequence; within its chunk (at most 64 tokens) it may
+    reach earlier tokens.
 
-    The state with a scalar gate is the recurrence of RetNet (Sun et al., 2023, arXiv:2307.08621, with
-    a constant gate) and of Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060); without a gate, linear
-    attention (Katharopoulos et al., 2020, arXiv:2006.16236).
+    The state with a scalar gate is the recurrence of RetNet (Sun et al., 2023, arXiv:2307.08621,
+    with a constant gate) and of Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060); without a gate,
+    linear attention (Katharopoulos et al., 2020, arXiv:2006.16236).
 
     Examples
     --------
@@ -171,20 +171,20 @@ def gated_delta_rule(
         Bring q and k to unit length first: ``x / sqrt(sum(x * x) + 1e-6)`` in float32 (float64 for
         float64 inputs).
     initial_state : array, shape (N, H, K, V), optional
-        State before the first token, float32 (float64 for float64 inputs); never written to. N is B,
-        or the number of packed sequences. None is zero.
+        State before the first token, float32 (float64 for float64 inputs); never written to. N is
+        B, or the number of packed sequences. None is zero.
     cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
         Offsets of N sequences packed along T, with B = 1: sequence n is tokens ``cu_seqlens[n]`` to
-        ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its end
-        belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is read by
-        the kernel alone, without a copy to the host, and entries out of range are clipped.
+        ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its
+        end belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is
+        read by the kernel alone, without a copy to the host, and entries out of range are clipped.
     return_state : bool, default False
         Also return the state after the last token of each sequence.
     out : array, shape (B, T, H, V), optional
         Array of y's dtype, family and device to write into; may be strided, may overlap an input.
     precision : {"highest", "tf32"}, default "highest"
-        "highest" keeps float32 accuracy for float32 inputs; "tf32" allows products of inputs rounded
-        to TF32 where that is faster.
+        "highest" keeps float32 accuracy for float32 inputs; "tf32" allows products of inputs
+        rounded to TF32 where that is faster.
 
     Returns
     -------

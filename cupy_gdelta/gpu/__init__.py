@@ -42,7 +42,10 @@ def forward(p: Problem, y: View, state: View | None) -> None:
         chosen = plan.choose(
             p.rule, p.dtype, p.T, p.N * p.H, p.K, p.V, _multiprocessors(p.v.device)
         )
-        recurrent.launch(p, chosen, y, state, offsets)
+        target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
+        recurrent.launch(p, chosen, target, state, offsets)
+        if target is not y:
+            arrays.fill(y, target)
 
 
 @contextlib.contextmanager
