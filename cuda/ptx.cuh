@@ -8,7 +8,7 @@
 #else
 
 // Dynamic shared memory of a kernel, `name` of element type `type`, aligned for 16-byte access.
-#define DYNAMIC_SHARED(type, name)                            \
+#define DYNAMIC_SHARED(type, name)                             \
   extern __shared__ __align__(128) unsigned char name##_raw[]; \
   type* const name = reinterpret_cast<type*>(name##_raw)
 

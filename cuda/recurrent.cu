@@ -7,9 +7,9 @@
 // rule, so blocks and warps share nothing but k and q. In a warp, kRows lanes split the K rows of a
 // column and 32 / kRows lane groups split the columns, kCols for each.
 //
-// Tokens are fetched kTokens at a time: a thread starts the loads of the next block of tokens, works
-// through the block that lies in shared memory while they are under way, then stores them into the
-// other half of shared memory. One barrier a block of tokens; none within it.
+// Tokens are fetched kTokens at a time: a thread starts the loads of the next block of tokens,
+// works through the block that lies in shared memory while they are under way, then stores them
+// into the other half of shared memory. One barrier a block of tokens; none within it.
 #include "types.cuh"
 
 enum Rule { kLinear = 0, kDelta = 1 };
@@ -19,27 +19,27 @@ enum Scalars { kAbsent = 0, kAsInputs = 1, kAsFloat = 2, kLogOfInputs = 3, kLogO
 
 // Strides count elements, over (B, T, H); the last axis of q, k, v and y has stride 1.
 struct RecurrentArgs {
-  const void* q;  // (B, T, Hq, K)
-  const void* k;  // (B, T, Hq, K)
-  const void* v;  // (B, T, H, V)
-  const void* gate;  // (B, T, H)
-  const void* beta;  // (B, T, H)
+  const void* q;              // (B, T, Hq, K)
+  const void* k;              // (B, T, Hq, K)
+  const void* v;              // (B, T, H, V)
+  const void* gate;           // (B, T, H)
+  const void* beta;           // (B, T, H)
   const void* initial_state;  // (N, H, K, V) with any strides, or null
-  const void* cu_seqlens;  // (N + 1), or null: N = B sequences of T tokens
-  void* y;  // (B, T, H, V)
-  void* state;  // (N, H, K, V) contiguous, or null
+  const void* cu_seqlens;     // (N + 1), or null: N = B sequences of T tokens
+  void* y;                    // (B, T, H, V)
+  void* state;                // (N, H, K, V) contiguous, or null
   long long q_stride[3], k_stride[3], v_stride[3], gate_stride[3], beta_stride[3], y_stride[3];
   long long state_stride[4];  // of initial_state
-  long long offset_stride;  // of cu_seqlens
-  long long T, H, group, N;  // group = H / Hq
+  long long offset_stride;    // of cu_seqlens
+  long long T, H, group, N;   // group = H / Hq
   double scale;
   int gate_kind, beta_kind;  // Scalars
-  int offset_bytes;  // 4 or 8: int32 or int64 cu_seqlens
+  int offset_bytes;          // 4 or 8: int32 or int64 cu_seqlens
   int padding;
 };
 
-// How the K rows of a column are laid over kRows lanes: runs of kRun neighbours, so that a warp reads
-// kRows * kRun consecutive numbers of k or q at once, as vectors where the run allows.
+// How the K rows of a column are laid over kRows lanes: runs of kRun neighbours, so that a warp
+// reads kRows * kRun consecutive numbers of k or q at once, as vectors where the run allows.
 template <class State, int K, int kRows>
 struct RowMap {
   static constexpr int kEach = (K + kRows - 1) / kRows;
@@ -92,13 +92,17 @@ struct Fetch {
   static constexpr int kSlot = kTokens * (2 * kPaddedK + kBlockCols + 2);  // of State, one half
   static __device__ __forceinline__ State* q_at(State* slot) { return slot; }
   static __device__ __forceinline__ State* k_at(State* slot) { return slot + kTokens * kPaddedK; }
-  static __device__ __forceinline__ State* v_at(State* slot) { return slot + 2 * kTokens * kPaddedK; }
-  static __device__ __forceinline__ State* gate_at(State* slot) {  // gate and beta of a token, paired
+  static __device__ __forceinline__ State* v_at(State* slot) {
+    return slot + 2 * kTokens * kPaddedK;
+  }
+  static __device__ __forceinline__ State* gate_at(
+      State* slot) {  // gate and beta of a token, paired
     return slot + kTokens * (2 * kPaddedK + kBlockCols);
   }
 
-  __device__ __forceinline__ void load(const RecurrentArgs& a, const In* q0, const In* k0, const In* v0,
-                                       long long gate0, long long beta0, int tokens, int cols) {
+  __device__ __forceinline__ void load(const RecurrentArgs& a, const In* q0, const In* k0,
+                                       const In* v0, long long gate0, long long beta0, int tokens,
+                                       int cols) {
 #pragma unroll
     for (int i = 0; i < kOfK; i++) {
       const int e = i * kThreads + static_cast<int>(threadIdx.x), t = e / K;
@@ -114,8 +118,10 @@ struct Fetch {
     }
     const int t = threadIdx.x;
     const bool real = t < tokens;
-    gate = real ? load_scalar<In, State>(a.gate, gate0 + t * a.gate_stride[1], a.gate_kind) : State(0);
-    beta = real ? load_scalar<In, State>(a.beta, beta0 + t * a.beta_stride[1], a.beta_kind) : State(0);
+    gate =
+        real ? load_scalar<In, State>(a.gate, gate0 + t * a.gate_stride[1], a.gate_kind) : State(0);
+    beta =
+        real ? load_scalar<In, State>(a.beta, beta0 + t * a.beta_stride[1], a.beta_kind) : State(0);
   }
 
   __device__ __forceinline__ void store(State* slot) const {
@@ -209,8 +215,10 @@ struct Tile {
 template <class In, class State, int kRule, bool kNormalise, int K, int V, int kRows, int kCols,
           int kWarps, int kThreads, int kTokens>
 __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) {
-  static_assert(kRows >= 1 && kRows <= 32 && (kRows & (kRows - 1)) == 0, "rows split over 2^n lanes");
-  static_assert(kThreads >= 32 * kWarps && kThreads % 32 == 0, "whole warps, the computing ones first");
+  static_assert(kRows >= 1 && kRows <= 32 && (kRows & (kRows - 1)) == 0,
+                "rows split over 2^n lanes");
+  static_assert(kThreads >= 32 * kWarps && kThreads % 32 == 0,
+                "whole warps, the computing ones first");
   static_assert(kTokens <= kThreads, "one thread fetches gate and beta of one token");
   using Map = RowMap<State, K, kRows>;
   using Kept = typename Storage<In>::State;  // of the states in global memory
@@ -219,7 +227,8 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
   using Tokens = Fetch<In, State, K, Map::kPadded, kBlockCols, kTokens, kThreads>;
 
   DYNAMIC_SHARED(State, shared);  // two halves of Tokens::kSlot
-  for (int i = threadIdx.x; i < 2 * Tokens::kSlot; i += kThreads) shared[i] = 0;  // rows past K stay 0
+  for (int i = threadIdx.x; i < 2 * Tokens::kSlot; i += kThreads)
+    shared[i] = 0;  // rows past K stay 0
   __syncthreads();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -242,7 +251,8 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
                   h / a.group * a.k_stride[2];
     const In* v = static_cast<const In*>(a.v) + b * a.v_stride[0] + start * a.v_stride[1] +
                   h * a.v_stride[2] + col0;
-    In* y = static_cast<In*>(a.y) + b * a.y_stride[0] + start * a.y_stride[1] + h * a.y_stride[2] + col0;
+    In* y = static_cast<In*>(a.y) + b * a.y_stride[0] + start * a.y_stride[1] + h * a.y_stride[2] +
+            col0;
     long long gate = b * a.gate_stride[0] + start * a.gate_stride[1] + h * a.gate_stride[2];
     long long beta = b * a.beta_stride[0] + start * a.beta_stride[1] + h * a.beta_stride[2];
 
@@ -253,10 +263,11 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
       for (int c = 0; c < kCols; c++) {
         const int row = Map::row(lane_row, i), col = warp_col + c;
         const bool real = a.initial_state && computes && row < K && col < cols;
-        tile.s[i][c] = real ? State(static_cast<const Kept*>(a.initial_state)[
-                                  n * a.state_stride[0] + h * a.state_stride[1] +
-                                  row * a.state_stride[2] + (col0 + col) * a.state_stride[3]])
-                            : State(0);
+        tile.s[i][c] =
+            real ? State(static_cast<const Kept*>(
+                       a.initial_state)[n * a.state_stride[0] + h * a.state_stride[1] +
+                                        row * a.state_stride[2] + (col0 + col) * a.state_stride[3]])
+                 : State(0);
       }
 
     Tokens next;
@@ -281,8 +292,8 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
           State out[kCols];
           const State* scalars = Tokens::gate_at(slot) + 2 * t;
           tile.step(Tokens::q_at(slot) + t * Map::kPadded, Tokens::k_at(slot) + t * Map::kPadded,
-                    Tokens::v_at(slot) + t * kBlockCols + warp_col, scalars[0], scalars[1], lane_row,
-                    out);
+                    Tokens::v_at(slot) + t * kBlockCols + warp_col, scalars[0], scalars[1],
+                    lane_row, out);
 #pragma unroll
           for (int c = 0; c < kCols; c++)
             if (lane_row == c % kRows && warp_col + c < cols)

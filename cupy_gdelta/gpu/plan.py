@@ -14,9 +14,7 @@ STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
 STAGE_WORDS = 32  # and on tokens under way
 FETCH_WARPS = 4  # at least so many warps fetch, whatever number computes
 MAX_WARPS = 8
-LONG_SUM = (
-    8192  # tokens past which float32 sums of the recurrence lose more than the contract allows
-)
+LONG_SUM = 4096  # tokens; float32 sums over more would lose more than the contract allows
 SHUFFLE = 25  # cycles from one lane to another
 
 

@@ -1,0 +1,42 @@
+"""Plans are pure functions of sizes: they are right for every head dim, on any device."""
+
+import pytest
+
+plan = pytest.importorskip("cupy_gdelta.gpu.plan", reason="CuPy cannot be imported")
+
+HEAD_DIMS = [1, 2, 3, 5, 8, 9, 17, 24, 31, 32, 33, 40, 63, 64, 65, 80, 96, 100, 127, 128, 129]
+HEAD_DIMS += [160, 192, 200, 255, 256]
+SMALLEST_SHARED_LIMIT = 99 * 1024  # sm_86, sm_89 and sm_120, bytes a block
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_every_head_dim_has_a_tile_that_covers_it(rule, dtype):
+    for K in HEAD_DIMS:
+        for V in HEAD_DIMS:
+            for items in (1, 100, 100_000):
+                tile = plan.choose(rule, dtype, 64, items, K, V, 132).tile
+                words = 2 if dtype == "float64" else 1
+                assert tile.rows * plan.rows_each(K, tile.rows) >= K
+                assert plan.rows_each(K, tile.rows) * tile.cols * words <= plan.STATE_WORDS
+                assert 32 * tile.warps <= tile.threads <= 256
+                assert tile.threads >= tile.tokens >= 4
+                assert tile.shared_bytes <= SMALLEST_SHARED_LIMIT
+
+
+def test_the_whole_chip_is_used_when_heads_are_few():
+    few, many = (plan.best_tile("linear", "float32", 128, 128, n, 132) for n in (4, 4096))
+    lanes = [tile.rows / tile.cols for tile in (few, many)]
+    assert lanes[0] > lanes[1], "few heads: more lanes a column; many heads: more work a lane"
+
+
+def test_long_float32_sums_are_made_in_float64():
+    short, long = (plan.choose("linear", "float32", T, 8, 64, 64, 132) for T in (4096, 4097))
+    assert (short.sums, long.sums) == ("float32", "float64")
+    assert "float64" in long.reason
+    assert plan.choose("linear", "bfloat16", 100_000, 8, 64, 64, 132).sums == "float32"
+    assert plan.choose("delta", "float64", 8, 8, 64, 64, 132).sums == "float64"
+
+
+def test_plans_say_why():
+    assert plan.choose("delta", "float32", 16, 8, 64, 64, 132).reason.startswith("token by token")
