@@ -62,9 +62,15 @@ def inputs(
 
 
 def error(x: np.ndarray, reference: np.ndarray) -> float:
-    """||x - reference|| / ||reference||, infinite where only one of the two is not a number."""
+    """||x - reference|| / ||reference||, infinite where the two differ in NaN, Inf or shape."""
     x, reference = np.asarray(x).astype(np.float64), np.asarray(reference).astype(np.float64)
-    if x.shape != reference.shape or not np.array_equal(np.isnan(x), np.isnan(reference)):
+    if x.shape != reference.shape:
         return float("inf")
-    norm, miss = np.linalg.norm(np.nan_to_num(reference)), np.nan_to_num(x - reference)
-    return float(np.linalg.norm(miss) / norm) if norm else float(np.linalg.norm(miss))
+    finite = np.isfinite(reference)
+    if not np.array_equal(x[~finite], reference[~finite], equal_nan=True):
+        return float("inf")
+    x, reference = x[finite], reference[finite]
+    if not np.isfinite(x).all():
+        return float("inf")
+    norm, miss = np.linalg.norm(reference), np.linalg.norm(x - reference)
+    return float(miss / norm) if norm else float(miss)
