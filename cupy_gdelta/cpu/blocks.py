@@ -1,0 +1,108 @@
+"""Which sequences and heads go through time together, and in which pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import Problem
+
+CHUNK = 64  # tokens: at 64 a product of 64 x 64 matrices is still one thread's work to OpenBLAS
+LANES = 8  # pairs of sequence and head that go through time together, where there are more
+BYTES = 3 << 20  # about what a segment takes
+
+
+class Sequences(NamedTuple):
+    """Sequences of one length: where they start, and their rows of the state."""
+
+    rows: Any  # slice or [S]
+    starts: Any  # 0 for whole batch entries, the start of the only sequence, or [S]
+    length: int
+
+
+@dataclass
+class Block:
+    """Some sequences with some of their heads: what goes through time together."""
+
+    rows: Any  # of the state, slice or [S]
+    batch: Any  # slice, or 0 where starts is an array
+    starts: Any  # first token of all sequences, or of each [S]
+    length: int
+    heads: slice
+    chunk: int  # tokens
+    chunks: int  # in a segment
+    carry: np.ndarray  # [L, R, K, V], the state between two segments
+
+    def tokens(self, start: int, stop: int) -> tuple[Any, Any, slice]:
+        """Index of tokens and heads in an array [B, T, H, ...]."""
+        if isinstance(self.starts, int):
+            return self.batch, slice(self.starts + start, self.starts + stop), self.heads
+        return 0, self.starts[:, None] + np.arange(start, stop), self.heads
+
+
+def sequences(p: Problem) -> Iterator[Sequences]:
+    """All sequences that are not empty, those of one length together."""
+    if p.cu_seqlens is None:
+        if p.T:
+            yield Sequences(slice(0, p.B), 0, p.T)
+        return
+    assert isinstance(p.cu_seqlens, np.ndarray)
+    lengths = np.diff(p.cu_seqlens)
+    order = np.argsort(lengths, kind="stable")
+    order = order[np.searchsorted(lengths[order], 1) :]
+    for same in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        if same.size == 1:
+            n = int(same[0])
+            yield Sequences(slice(n, n + 1), int(p.cu_seqlens[n]), int(lengths[n]))
+        elif same.size:
+            yield Sequences(same, p.cu_seqlens[same], int(lengths[same[0]]))
+
+
+def blocks(p: Problem) -> Iterator[Block]:
+    """Every sequence and head once, in blocks whose segments take about BYTES."""
+    dtype = np.dtype(p.state_dtype)
+    for group in sequences(p):
+        chunk = min(CHUNK, 1 << (group.length - 1).bit_length())
+        chunks = -(-group.length // chunk)
+        numbers = chunk * (5 * p.K + 4 * chunk + 4 * p.V) + 2 * p.K * p.V
+        cells = max(1, BYTES // (numbers * dtype.itemsize))  # chunks of one lane in a segment
+        gathered = not isinstance(group.rows, slice)
+        count = len(group.rows) if gathered else group.rows.stop - group.rows.start
+        lanes = max(min(LANES, cells), cells // chunks)
+        for heads in _head_ranges(p, lanes):
+            width = heads.stop - heads.start
+            size = min(count, max(1, lanes // width))
+            for first in range(0, count, size):
+                some = slice(first, min(first + size, count))
+                rows: Any = some
+                batch: Any = some
+                starts = group.starts
+                if gathered:
+                    rows, batch, starts = group.rows[some], 0, group.starts[some]
+                elif p.cu_seqlens is not None:
+                    rows, batch = group.rows, slice(0, 1)
+                shape = (some.stop - some.start, width, p.K, p.V)
+                if p.initial_state is None:
+                    carry = np.zeros(shape, dtype)
+                else:
+                    carry = np.array(p.initial_state.array[rows, heads], order="C")
+                shared = min(width, p.H // p.Hq)
+                carry = carry.reshape(-1, shared, p.K, p.V)
+                many = max(1, min(chunks, cells // (carry.shape[0] * shared)))
+                yield Block(rows, batch, starts, group.length, heads, chunk, many, carry)
+
+
+def _head_ranges(p: Problem, lanes: int) -> Iterator[slice]:
+    """Ranges of value heads that hold whole groups of a query head each, or a part of one."""
+    repeat = p.H // p.Hq if p.Hq else 1
+    step = max(1, lanes // repeat) * repeat
+    if lanes >= repeat:
+        for first in range(0, p.H, step):
+            yield slice(first, min(first + step, p.H))
+        return
+    for group in range(0, p.H, repeat):
+        for first in range(group, group + repeat, lanes):
+            yield slice(first, min(first + lanes, group + repeat))

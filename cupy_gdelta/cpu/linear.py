@@ -1,0 +1,42 @@
+"""The linear rule in chunks: S_t = gate_t S_{t-1} + beta_t k_t v_t^T, y_t = scale q_t S_t.
+
+Inside a chunk that starts from the state S, with D_ij = gate_{j+1} ... gate_i,
+
+    y_i = scale (D_i0 q_i S + sum_{j <= i} D_ij beta_j (q_i . k_j) v_j)
+    S'  = D_C0 S + sum_j D_Cj beta_j k_j v_j^T
+
+(Dao and Gu, "Transformers are SSMs", 2024, arXiv 2405.21060, section 6). Everything but the sum of
+S' over the chunks is done for all chunks of a segment at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import decay
+from .walk import Segment
+
+
+def segment(part: Segment) -> np.ndarray:
+    """y [M, L, R, C, V] of the M chunks of one segment; leaves the state after it in part.carry."""
+    scratch, carry = part.scratch, part.carry
+    M, L, R, C, K, V = part.shape
+    q, k = part.keys("q"), part.keys("k")  # [M, L, 1, C, K]
+    decays = decay.products(part.gates(), part.betas(), scratch)
+    left = scratch("left", M, L, R, C, K + C)  # what meets the state, and what meets v
+    right = scratch("right", M, L, R, K + C, V)  # the state before the chunk above v
+    states, v = right[..., :K, :], right[..., K:, :]
+    part.values(v)
+    scores = np.matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
+    np.multiply(q, decays.start, out=left[..., :K])
+    np.multiply(scores, decays.between, out=left[..., K:])
+    k_end = np.multiply(k, decays.end, out=scratch("k_end", M, L, R, C, K))
+    writes = np.matmul(k_end.swapaxes(-1, -2), v, out=scratch("writes", M, L, R, K, V))
+    room = scratch("room", L, R, K, V)
+    with part.turn:
+        states[0] = carry
+        for c in range(M):
+            after = states[c + 1] if c + 1 < M else carry
+            decay.advance(states[c], decays.keep[c], decays.rest[c], writes[c], after, room)
+        part.leave()
+    return np.matmul(left, right, out=scratch("y", M, L, R, C, V))
