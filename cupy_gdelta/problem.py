@@ -295,7 +295,8 @@ def _listed(fail: Fail, values: Any) -> np.ndarray:
 
 def _device_offsets(fail: Fail, view: View, q: View) -> tuple[View, int]:
     if view.device != q.device:
-        fail(ValueError, f"cu_seqlens must lie on the host or {q.where}; got {view.where}")
+        places = " or ".join(dict.fromkeys(("on the CPU", q.where)))
+        fail(ValueError, f"cu_seqlens must lie {places}; got one {view.where}")
     if view.dtype not in ("int32", "int64"):
         fail(TypeError, f"cu_seqlens must have dtype int32 or int64; got {view.dtype}")
     if len(view.shape) != 1 or view.shape[0] == 0:
