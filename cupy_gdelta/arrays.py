@@ -36,9 +36,12 @@ class View:
     strides: tuple[int, ...]
     dtype: str
     ptr: int
-    readonly: bool = False
     needs_grad: bool = False
     copied: bool = False  # array is a copy: what is written to it does not reach the owner
+
+    @property
+    def readonly(self) -> bool:
+        return isinstance(self.array, np.ndarray) and not self.array.flags.writeable
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -102,8 +105,7 @@ def _numpy(x: np.ndarray, owner: Any = None, family: str = "numpy", dtype: str =
     if dtype == "bfloat16":  # ml_dtypes' bfloat16 is of kind V: carry the bits
         x = x.view(np.uint16)
     strides = tuple(s // item for s in x.strides)
-    readonly = not x.flags.writeable
-    return View(owner, family, -1, x, x.shape, strides, dtype, 0, readonly, copied=copied)
+    return View(owner, family, -1, x, x.shape, strides, dtype, 0, copied=copied)
 
 
 def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
