@@ -7,22 +7,22 @@ namespace simt {
 struct Launch;
 int launch(const Launch &launch, void (*body)(void *), void *context);
 
-// Reads Python's memory, hence not instrumented; the volatile pointer keeps the kernel out of it.
-template <class... P, size_t... I>
-__attribute__((noinline, no_sanitize("thread"))) void call(
-    void (*volatile kernel)(P...), void *const *arguments, std::index_sequence<I...>) {
-    kernel(*static_cast<std::remove_reference_t<P> *>(arguments[I])...);
-}
+template <class... P>
+struct Call {
+    void (*volatile kernel)(P...);  // volatile keeps the kernel from being inlined into run
+    void *const *arguments;
+
+    // Reads Python's memory, hence not instrumented.
+    template <size_t... I>
+    __attribute__((noinline, no_sanitize("thread"))) void run(std::index_sequence<I...>) const {
+        kernel(*static_cast<std::remove_reference_t<P> *>(arguments[I])...);
+    }
+    static void body(void *self) { static_cast<Call *>(self)->run(std::index_sequence_for<P...>()); }
+};
 template <class... P>
 int run(void (*kernel)(P...), const Launch *what, void *const *arguments) {
-    static void (*target)(P...);
-    target = kernel;
-    return launch(
-        *what,
-        [](void *list) {
-            call(target, static_cast<void *const *>(list), std::index_sequence_for<P...>());
-        },
-        const_cast<void **>(arguments));
+    Call<P...> call = {kernel, arguments};
+    return launch(*what, Call<P...>::body, &call);
 }
 template <class... P>
 int sizes(void (*)(P...), size_t *out, int room) {

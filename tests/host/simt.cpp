@@ -8,11 +8,11 @@
 
 #include "runtime.h"
 
-uint3 threadIdx, blockIdx;
+uint3 threadIdx = {1, 1, 1}, blockIdx = {1, 1, 1};  // values keep them out of .bss (check.cpp)
 dim3 blockDim, gridDim;
 
 namespace simt {
-unsigned lane;
+unsigned lane = 1;
 Fibre *current = nullptr;
 
 namespace {
@@ -102,6 +102,8 @@ bool same(const Post &a, const Post &b) {
 
 void release(int id) {
     Barrier &b = s.barriers[id];
+    for (size_t i = 0; i < s.warps.size() && check::on && !b.threads; i++)
+        if (!(b.warps >> i & 1)) check::arrive(id, i * 32, s.warps[i].done, true);
     for (size_t i = 0; i < s.warps.size(); i++)
         if (b.warps >> i & 1) {
             Warp &w = s.warps[i];
@@ -137,7 +139,7 @@ void arrive(unsigned index, unsigned lanes, const Post &p) {
     if (b.threads && b.arrived > b.threads)
         fail("more than " + std::to_string(b.threads) + " threads come to barrier " +
              std::to_string(p.barrier) + " at " + describe(p.site));
-    if (check::on) check::arrive(p.barrier, index * 32, lanes, p.wait);
+    if (check::on) check::arrive(p.barrier, index * 32, lanes | w.done, p.wait);
     if (p.wait) {
         b.warps |= 1u << index;
         w.blocked |= lanes;
