@@ -4,18 +4,20 @@
 //   delta    R = gate * S;  S = R + beta * k (v - k^T R)^T    y = scale * q S
 //
 // A block owns kBlockCols columns of V of one head of one sequence; columns never meet in either
-// rule, so blocks and warps share nothing but k and q. In a warp, kRows lanes split the K rows of a
+// rule, so blocks and warps share nothing but q and k. In a warp, kRows lanes split the K rows of a
 // column and 32 / kRows lane groups split the columns, kCols for each.
 //
 // Tokens are fetched kTokens at a time: a thread starts the loads of the next block of tokens,
 // works through the block that lies in shared memory while they are under way, then stores them
-// into the other half of shared memory. One barrier a block of tokens; none within it.
-#include "types.cuh"
+// into the other half of shared memory. One barrier a block of tokens; none within it. Outputs are
+// summed over lanes kGroup tokens at a time, which keeps those sums off the chain from state to
+// state.
+#include "rows.cuh"
+#include "tokens.cuh"
 
 enum Rule { kLinear = 0, kDelta = 1 };
 
-// How gate and beta are stored.
-enum Scalars { kAbsent = 0, kAsInputs = 1, kAsFloat = 2, kLogOfInputs = 3, kLogOfFloat = 4 };
+constexpr int kGroup = 4;  // tokens
 
 // Strides count elements, over (B, T, H); the last axis of q, k, v and y has stride 1.
 struct RecurrentArgs {
@@ -38,41 +40,6 @@ struct RecurrentArgs {
   int padding;
 };
 
-// How the K rows of a column are laid over kRows lanes: runs of kRun neighbours, so that a warp
-// reads kRows * kRun consecutive numbers of k or q at once, as vectors where the run allows.
-template <class State, int K, int kRows>
-struct RowMap {
-  static constexpr int kEach = (K + kRows - 1) / kRows;
-  static constexpr int kVector = 16 / sizeof(State);
-  static constexpr int kRun = kEach % kVector == 0 ? kVector : (kEach % 2 == 0 ? 2 : 1);
-  static constexpr int kPadded = kRows * kEach;
-  static __device__ __forceinline__ int row(int lane_row, int i) {
-    return (i / kRun * kRows + lane_row) * kRun + i % kRun;
-  }
-};
-
-template <class T, int n>
-struct alignas(sizeof(T) * n) Run {
-  T x[n];
-};
-
-// Sum over the kRows lanes that share a column; every one of them gets it.
-template <int kRows, class T>
-__device__ __forceinline__ T sum_rows(T x) {
-#pragma unroll
-  for (int step = 1; step < kRows; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-
-template <class In, class State>
-__device__ __forceinline__ State load_scalar(const void* base, long long at, int kind) {
-  if (kind == kAbsent) return State(1);
-  const bool narrow = kind == kAsInputs || kind == kLogOfInputs;
-  const State x = narrow ? widen<State>(static_cast<const In*>(base)[at])
-                         : widen<State>(static_cast<const float*>(base)[at]);
-  return kind == kLogOfInputs || kind == kLogOfFloat ? exp(x) : x;
-}
-
 // First or one past the last token of a sequence; offsets on the device were checked by nobody.
 __device__ __forceinline__ long long offset(const RecurrentArgs& a, long long n) {
   const long long at = n * a.offset_stride;
@@ -81,125 +48,60 @@ __device__ __forceinline__ long long offset(const RecurrentArgs& a, long long n)
   return x < 0 ? 0 : (x > a.T ? a.T : x);
 }
 
-// A block of tokens on its way from global memory through registers into shared memory.
-template <class In, class State, int K, int kPaddedK, int kBlockCols, int kTokens, int kThreads>
-struct Fetch {
-  static constexpr int kOfK = (kTokens * K + kThreads - 1) / kThreads;
-  static constexpr int kOfV = (kTokens * kBlockCols + kThreads - 1) / kThreads;
-  In q[kOfK], k[kOfK], v[kOfV];
-  State gate, beta;
-
-  static constexpr int kSlot = kTokens * (2 * kPaddedK + kBlockCols + 2);  // of State, one half
-  static __device__ __forceinline__ State* q_at(State* slot) { return slot; }
-  static __device__ __forceinline__ State* k_at(State* slot) { return slot + kTokens * kPaddedK; }
-  static __device__ __forceinline__ State* v_at(State* slot) {
-    return slot + 2 * kTokens * kPaddedK;
-  }
-  static __device__ __forceinline__ State* gate_at(
-      State* slot) {  // gate and beta of a token, paired
-    return slot + kTokens * (2 * kPaddedK + kBlockCols);
-  }
-
-  __device__ __forceinline__ void load(const RecurrentArgs& a, const In* q0, const In* k0,
-                                       const In* v0, long long gate0, long long beta0, int tokens,
-                                       int cols) {
-#pragma unroll
-    for (int i = 0; i < kOfK; i++) {
-      const int e = i * kThreads + static_cast<int>(threadIdx.x), t = e / K;
-      const bool real = t < tokens;
-      q[i] = real ? q0[t * a.q_stride[1] + e % K] : In{};
-      k[i] = real ? k0[t * a.k_stride[1] + e % K] : In{};
-    }
-#pragma unroll
-    for (int i = 0; i < kOfV; i++) {
-      const int e = i * kThreads + static_cast<int>(threadIdx.x), t = e / kBlockCols;
-      const bool real = t < tokens && e % kBlockCols < cols;
-      v[i] = real ? v0[t * a.v_stride[1] + e % kBlockCols] : In{};
-    }
-    const int t = threadIdx.x;
-    const bool real = t < tokens;
-    gate =
-        real ? load_scalar<In, State>(a.gate, gate0 + t * a.gate_stride[1], a.gate_kind) : State(0);
-    beta =
-        real ? load_scalar<In, State>(a.beta, beta0 + t * a.beta_stride[1], a.beta_kind) : State(0);
-  }
-
-  __device__ __forceinline__ void store(State* slot) const {
-#pragma unroll
-    for (int i = 0; i < kOfK; i++) {
-      const int e = i * kThreads + static_cast<int>(threadIdx.x), at = e / K * kPaddedK + e % K;
-      if (e < kTokens * K) {
-        q_at(slot)[at] = widen<State>(q[i]);
-        k_at(slot)[at] = widen<State>(k[i]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kOfV; i++) {
-      const int e = i * kThreads + static_cast<int>(threadIdx.x);
-      if (e < kTokens * kBlockCols) v_at(slot)[e] = widen<State>(v[i]);
-    }
-    if (threadIdx.x < kTokens) {
-      gate_at(slot)[2 * threadIdx.x] = gate;
-      gate_at(slot)[2 * threadIdx.x + 1] = beta;
-    }
-  }
-};
-
 // The part of the state that one thread keeps: kEach rows of kCols columns.
 template <class State, int kRule, bool kNormalise, int K, int kRows, int kCols>
 struct Tile {
   using Map = RowMap<State, K, kRows>;
   static constexpr int kEach = Map::kEach;
+  static constexpr int kParts = kCols >= 4 ? 1 : 4 / kCols;  // sums made side by side
   State s[kEach][kCols];
 
-  // One token; returns y of the columns, summed over the rows, in y.
+  // One token; y gets this lane's part of the outputs, without the scale.
   __device__ __forceinline__ void step(const State* q_row, const State* k_row, const State* v_cols,
-                                       State gate, State beta, int lane_row, State (&y)[kCols]) {
-    State q[kEach], k[kEach];
-    read(q, q_row, lane_row);
-    read(k, k_row, lane_row);
-    State q_norm = 1, k_norm = 1;  // 1 / length
-    if (kNormalise) {
-      q_norm = inverse_length(q);
-      k_norm = inverse_length(k);
-    }
-    State u[kCols];
-#pragma unroll
-    for (int c = 0; c < kCols; c++) u[c] = v_cols[c];
+                                       const State* gate_beta, int lane_row, State* y) {
+    State q[kEach], k[kEach], u[kCols];
+    Map::read(q, q_row, lane_row);
+    Map::read(k, k_row, lane_row);
+    const State gate = gate_beta[0];
+    const State q_norm = kNormalise ? inverse_length(q) : State(1);
+    const State k_norm = kNormalise ? inverse_length(k) : State(1);
+    const State strength = gate_beta[1] * k_norm;
     if (kRule == kDelta) {
-      State p[kCols] = {};
+      State p[kCols];
+      times_state(p, k);
 #pragma unroll
-      for (int i = 0; i < kEach; i++)
+      for (int c = 0; c < kCols; c++)
+        u[c] = strength * (v_cols[c] - gate * (k_norm * sum_rows<kRows>(p[c])));
+    } else {
 #pragma unroll
-        for (int c = 0; c < kCols; c++) p[c] += k[i] * s[i][c];
-#pragma unroll
-      for (int c = 0; c < kCols; c++) u[c] -= gate * (k_norm * sum_rows<kRows>(p[c]));
-    }
-#pragma unroll
-    for (int c = 0; c < kCols; c++) {
-      u[c] *= beta * k_norm;
-      y[c] = 0;
+      for (int c = 0; c < kCols; c++) u[c] = strength * v_cols[c];
     }
 #pragma unroll
     for (int i = 0; i < kEach; i++)
 #pragma unroll
-      for (int c = 0; c < kCols; c++) {
-        s[i][c] = gate * s[i][c] + k[i] * u[c];
-        y[c] += q[i] * s[i][c];
-      }
+      for (int c = 0; c < kCols; c++) s[i][c] = gate * s[i][c] + k[i] * u[c];
+    State out[kCols];
+    times_state(out, q);
 #pragma unroll
-    for (int c = 0; c < kCols; c++) y[c] = q_norm * sum_rows<kRows>(y[c]);
+    for (int c = 0; c < kCols; c++) y[c] = kNormalise ? q_norm * out[c] : out[c];
   }
 
  private:
-  static __device__ __forceinline__ void read(State (&x)[kEach], const State* row, int lane_row) {
-    constexpr int kRun = Map::kRun;
+  // x^T s over this lane's rows.
+  __device__ __forceinline__ void times_state(State (&sums)[kCols], const State (&x)[kEach]) const {
+    State part[kParts][kCols] = {};
 #pragma unroll
-    for (int i = 0; i < kEach; i += kRun) {
-      const auto run = *reinterpret_cast<const Run<State, kRun>*>(row + Map::row(lane_row, i));
+    for (int i = 0; i < kEach; i++)
 #pragma unroll
-      for (int j = 0; j < kRun; j++) x[i + j] = run.x[j];
-    }
+      for (int c = 0; c < kCols; c++) part[i % kParts][c] += x[i] * s[i][c];
+#pragma unroll
+    for (int width = kParts / 2; width > 0; width /= 2)
+#pragma unroll
+      for (int i = 0; i < width; i++)
+#pragma unroll
+        for (int c = 0; c < kCols; c++) part[i][c] += part[i + width][c];
+#pragma unroll
+    for (int c = 0; c < kCols; c++) sums[c] = part[0][c];
   }
 
   static __device__ __forceinline__ State inverse_length(const State (&x)[kEach]) {
@@ -210,25 +112,24 @@ struct Tile {
   }
 };
 
-// grid: any number of blocks; items = N * H * ceil(V / kBlockCols) are dealt out in turns.
+// grid: any number of blocks; N * H * ceil(V / kBlockCols) items are dealt out in turns.
 // block: kThreads. Warps from kWarps on only help to fetch.
 template <class In, class State, int kRule, bool kNormalise, int K, int V, int kRows, int kCols,
           int kWarps, int kThreads, int kTokens>
 __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) {
-  static_assert(kRows >= 1 && kRows <= 32 && (kRows & (kRows - 1)) == 0,
-                "rows split over 2^n lanes");
-  static_assert(kThreads >= 32 * kWarps && kThreads % 32 == 0,
-                "whole warps, the computing ones first");
-  static_assert(kTokens <= kThreads, "one thread fetches gate and beta of one token");
+  static_assert(kRows >= 1 && kRows <= 32 && (kRows & (kRows - 1)) == 0, "rows over 2^n lanes");
+  static_assert(kThreads >= 32 * kWarps && kThreads % 32 == 0, "whole warps, computing ones first");
+  static_assert(kTokens % kGroup == 0, "whole groups of tokens");
   using Map = RowMap<State, K, kRows>;
-  using Kept = typename Storage<In>::State;  // of the states in global memory
+  using Kept = typename Storage<In>::State;
   constexpr int kWarpCols = 32 / kRows * kCols, kBlockCols = kWarps * kWarpCols;
   constexpr int kColBlocks = (V + kBlockCols - 1) / kBlockCols;
+  constexpr int kShare = kGroup * kCols > kRows ? kGroup * kCols / kRows : 1;
   using Tokens = Fetch<In, State, K, Map::kPadded, kBlockCols, kTokens, kThreads>;
+  using Slot = typename Tokens::Slot;
 
-  DYNAMIC_SHARED(State, shared);  // two halves of Tokens::kSlot
-  for (int i = threadIdx.x; i < 2 * Tokens::kSlot; i += kThreads)
-    shared[i] = 0;  // rows past K stay 0
+  DYNAMIC_SHARED(State, shared);                                                // two slots
+  for (int i = threadIdx.x; i < 2 * Slot::kSize; i += kThreads) shared[i] = 0;  // the padding
   __syncthreads();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -237,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
   const State scale = static_cast<State>(a.scale);
 
   for (long long item = blockIdx.x; item < a.N * a.H * kColBlocks; item += gridDim.x) {
-    const long long nh = item / kColBlocks, n = nh / a.H, h = nh % a.H;
+    const long long nh = item / kColBlocks, n = nh / a.H, h = nh % a.H, hq = h / a.group;
     const int col0 = static_cast<int>(item % kColBlocks) * kBlockCols;
     const int cols = min(kBlockCols, V - col0);
     const long long b = a.cu_seqlens ? 0 : n;
@@ -245,16 +146,23 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
     const long long last = a.cu_seqlens ? offset(a, n + 1) : a.T;
     const long long stop = last > start ? last : start;
 
-    const In* q = static_cast<const In*>(a.q) + b * a.q_stride[0] + start * a.q_stride[1] +
-                  h / a.group * a.q_stride[2];
-    const In* k = static_cast<const In*>(a.k) + b * a.k_stride[0] + start * a.k_stride[1] +
-                  h / a.group * a.k_stride[2];
-    const In* v = static_cast<const In*>(a.v) + b * a.v_stride[0] + start * a.v_stride[1] +
-                  h * a.v_stride[2] + col0;
-    In* y = static_cast<In*>(a.y) + b * a.y_stride[0] + start * a.y_stride[1] + h * a.y_stride[2] +
-            col0;
-    long long gate = b * a.gate_stride[0] + start * a.gate_stride[1] + h * a.gate_stride[2];
-    long long beta = b * a.beta_stride[0] + start * a.beta_stride[1] + h * a.beta_stride[2];
+    Source<In> from;
+    from.q = static_cast<const In*>(a.q) + b * a.q_stride[0] + hq * a.q_stride[2];
+    from.k = static_cast<const In*>(a.k) + b * a.k_stride[0] + hq * a.k_stride[2];
+    from.v = static_cast<const In*>(a.v) + b * a.v_stride[0] + h * a.v_stride[2] + col0;
+    from.gate = a.gate;
+    from.beta = a.beta;
+    from.gate_at = b * a.gate_stride[0] + h * a.gate_stride[2];
+    from.beta_at = b * a.beta_stride[0] + h * a.beta_stride[2];
+    from.q_stride = a.q_stride[1];
+    from.k_stride = a.k_stride[1];
+    from.v_stride = a.v_stride[1];
+    from.gate_stride = a.gate_stride[1];
+    from.beta_stride = a.beta_stride[1];
+    from.gate_kind = a.gate_kind;
+    from.beta_kind = a.beta_kind;
+    from.advance(start);
+    In* y = static_cast<In*>(a.y) + b * a.y_stride[0] + h * a.y_stride[2] + col0;
 
     Tile<State, kRule, kNormalise, K, kRows, kCols> tile;
 #pragma unroll
@@ -271,37 +179,35 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
       }
 
     Tokens next;
-    long long left = stop - start;
-    next.load(a, q, k, v, gate, beta, static_cast<int>(left < kTokens ? left : kTokens), cols);
-    next.store(shared);
+    next.load(from, stop - start, cols);
+    next.store({shared}, from);
     __syncthreads();
-    for (int half = 0; left > 0; half ^= 1) {
-      const int tokens = static_cast<int>(left < kTokens ? left : kTokens);
-      left -= tokens;
-      q += kTokens * a.q_stride[1];
-      k += kTokens * a.k_stride[1];
-      v += kTokens * a.v_stride[1];
-      gate += kTokens * a.gate_stride[1];
-      beta += kTokens * a.beta_stride[1];
-      if (left > 0)
-        next.load(a, q, k, v, gate, beta, static_cast<int>(left < kTokens ? left : kTokens), cols);
-      State* const slot = shared + half * Tokens::kSlot;
+    int half = 0;
+    for (long long t0 = start; t0 < stop; t0 += kTokens, half ^= 1) {
+      const int tokens = static_cast<int>(min(stop - t0, static_cast<long long>(kTokens)));
+      const bool more = t0 + kTokens < stop;
+      if (more) {
+        from.advance(kTokens);
+        next.load(from, stop - t0 - kTokens, cols);
+      }
+      const Slot slot{shared + half * Slot::kSize};
       if (computes) {
-#pragma unroll 4
-        for (int t = 0; t < tokens; t++) {
-          State out[kCols];
-          const State* scalars = Tokens::gate_at(slot) + 2 * t;
-          tile.step(Tokens::q_at(slot) + t * Map::kPadded, Tokens::k_at(slot) + t * Map::kPadded,
-                    Tokens::v_at(slot) + t * kBlockCols + warp_col, scalars[0], scalars[1],
-                    lane_row, out);
+        for (int g = 0; g < tokens; g += kGroup) {
+          State out[kGroup * kCols];
 #pragma unroll
-          for (int c = 0; c < kCols; c++)
-            if (lane_row == c % kRows && warp_col + c < cols)
-              y[t * a.y_stride[1] + warp_col + c] = Narrow<In>::from(scale * out[c]);
+          for (int t = 0; t < kGroup; t++)
+            tile.step(slot.q(g + t), slot.k(g + t), slot.v(g + t) + warp_col, slot.gate_beta(g + t),
+                      lane_row, out + t * kCols);
+          const int first = share_sums<kRows>(out, lane_row);
+#pragma unroll
+          for (int i = 0; i < kShare; i++) {
+            const int t = g + (first + i) / kCols, col = warp_col + (first + i) % kCols;
+            if (t < tokens && col < cols && lane_row < kGroup * kCols)
+              y[(t0 + t) * a.y_stride[1] + col] = Narrow<In>::from(scale * out[i]);
+          }
         }
       }
-      y += kTokens * a.y_stride[1];
-      if (left > 0) next.store(shared + (half ^ 1) * Tokens::kSlot);
+      if (more) next.store({shared + (half ^ 1) * Slot::kSize}, from);
       __syncthreads();
     }
 
@@ -315,10 +221,8 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
           if (row < K && col < cols) kept[row * V + col] = static_cast<Kept>(tile.s[i][c]);
         }
     }
-    if (a.cu_seqlens && n == a.N - 1) {  // tokens after the last sequence belong to none: y = 0
-      In* const rest = static_cast<In*>(a.y) + h * a.y_stride[2] + col0;
+    if (a.cu_seqlens && n == a.N - 1)  // tokens after the last sequence belong to none: y = 0
       for (long long e = threadIdx.x; e < (a.T - stop) * cols; e += kThreads)
-        rest[(stop + e / cols) * a.y_stride[1] + e % cols] = Narrow<In>::from(State(0));
-    }
+        y[(stop + e / cols) * a.y_stride[1] + e % cols] = Narrow<In>::from(State(0));
   }
 }

@@ -35,12 +35,13 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             return
         if p.H == 0 or (p.T == 0 and state is None):
             return
-        offsets = p.cu_seqlens
+        offsets, longest = p.cu_seqlens, p.T
         if isinstance(offsets, np.ndarray):
+            longest = int(np.diff(offsets).max())
             offsets = _upload(offsets.tobytes(), p.v.device)
         p = _readable(p)
         chosen = plan.choose(
-            p.rule, p.dtype, p.T, p.N * p.H, p.K, p.V, _multiprocessors(p.v.device)
+            p.rule, p.dtype, longest, p.N * p.H, p.K, p.V, _multiprocessors(p.v.device)
         )
         target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
         recurrent.launch(p, chosen, target, state, offsets)

@@ -1,0 +1,118 @@
+// A block of tokens on its way from global memory through registers into shared memory.
+#pragma once
+#include "types.cuh"
+
+// How gate or beta is stored.
+enum Scalars { kAbsent = 0, kAsInputs = 1, kAsFloat = 2, kLogOfInputs = 3, kLogOfFloat = 4 };
+
+// One gate or beta, held as it was stored until its value is asked for: using a load at once would
+// stop the warp until memory answers.
+template <class In>
+struct Scalar {
+  In narrow;
+  float wide;
+
+  __device__ __forceinline__ void load(const void* base, long long at, int kind) {
+    if (kind == kAsInputs || kind == kLogOfInputs)
+      narrow = static_cast<const In*>(base)[at];
+    else if (kind != kAbsent)
+      wide = static_cast<const float*>(base)[at];
+  }
+
+  template <class State>
+  __device__ __forceinline__ State value(int kind) const {
+    if (kind == kAbsent) return State(1);
+    const State x = kind == kAsInputs || kind == kLogOfInputs ? widen<State>(narrow) : State(wide);
+    return kind == kLogOfInputs || kind == kLogOfFloat ? exp(x) : x;
+  }
+};
+
+// First token of a block in the inputs, at one head; strides count elements from token to token.
+template <class In>
+struct Source {
+  const In *q, *k, *v;
+  const void *gate, *beta;
+  long long gate_at, beta_at;  // elements
+  long long q_stride, k_stride, v_stride, gate_stride, beta_stride;
+  int gate_kind, beta_kind;  // Scalars
+
+  __device__ __forceinline__ void advance(long long tokens) {
+    q += tokens * q_stride;
+    k += tokens * k_stride;
+    v += tokens * v_stride;
+    gate_at += tokens * gate_stride;
+    beta_at += tokens * beta_stride;
+  }
+};
+
+// kTokens tokens in shared memory, rows of q and k padded with zeros to kPaddedK.
+template <class State, int kPaddedK, int kCols, int kTokens>
+struct TokenSlot {
+  static constexpr int kSize = kTokens * (2 * kPaddedK + kCols + 2);  // of State
+  State* base;
+
+  __device__ __forceinline__ State* q(int t) const { return base + t * kPaddedK; }
+  __device__ __forceinline__ State* k(int t) const { return base + (kTokens + t) * kPaddedK; }
+  __device__ __forceinline__ State* v(int t) const {
+    return base + 2 * kTokens * kPaddedK + t * kCols;
+  }
+  __device__ __forceinline__ State* gate_beta(int t) const {  // a pair
+    return base + kTokens * (2 * kPaddedK + kCols) + 2 * t;
+  }
+};
+
+// What one of kThreads threads carries. Past the last token: gate 1, beta 0 and zeros, which leave
+// the state as it is.
+template <class In, class State, int K, int kPaddedK, int kCols, int kTokens, int kThreads>
+struct Fetch {
+  using Slot = TokenSlot<State, kPaddedK, kCols, kTokens>;
+  static constexpr int kOfK = (kTokens * K + kThreads - 1) / kThreads;
+  static constexpr int kOfV = (kTokens * kCols + kThreads - 1) / kThreads;
+  static_assert(kTokens <= kThreads, "one thread fetches gate and beta of one token");
+  In q[kOfK], k[kOfK], v[kOfV];
+  Scalar<In> gate, beta;
+  int tokens;
+
+  __device__ __forceinline__ void load(const Source<In>& from, long long left, int cols) {
+    tokens = static_cast<int>(left < kTokens ? left : kTokens);
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kOfK; i++) {
+      const int e = i * kThreads + thread, t = e / K;
+      const bool real = t < tokens;
+      q[i] = real ? from.q[t * from.q_stride + e % K] : In{};
+      k[i] = real ? from.k[t * from.k_stride + e % K] : In{};
+    }
+#pragma unroll
+    for (int i = 0; i < kOfV; i++) {
+      const int e = i * kThreads + thread, t = e / kCols, c = e % kCols;
+      v[i] = t < tokens && c < cols ? from.v[t * from.v_stride + c] : In{};
+    }
+    if (thread < tokens) {
+      gate.load(from.gate, from.gate_at + thread * from.gate_stride, from.gate_kind);
+      beta.load(from.beta, from.beta_at + thread * from.beta_stride, from.beta_kind);
+    }
+  }
+
+  __device__ __forceinline__ void store(Slot slot, const Source<In>& from) const {
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kOfK; i++) {
+      const int e = i * kThreads + thread;
+      if (e < kTokens * K) {
+        slot.q(e / K)[e % K] = widen<State>(q[i]);
+        slot.k(e / K)[e % K] = widen<State>(k[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOfV; i++) {
+      const int e = i * kThreads + thread;
+      if (e < kTokens * kCols) slot.v(0)[e] = widen<State>(v[i]);
+    }
+    if (thread < kTokens) {
+      const bool real = thread < tokens;
+      slot.gate_beta(thread)[0] = real ? gate.template value<State>(from.gate_kind) : State(1);
+      slot.gate_beta(thread)[1] = real ? beta.template value<State>(from.beta_kind) : State(0);
+    }
+  }
+};

@@ -1,0 +1,185 @@
+"""cuda/recurrent.cu: run on the CPU in several thread orders and with every access followed; on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compare import REFERENCE, assert_close, host
+from conftest import Family
+
+from cupy_gdelta import accuracy, arrays, problem
+
+pytest.importorskip("cupy", reason="CuPy cannot be imported")
+from cupy_gdelta.gpu import loader, plan, recurrent
+
+sys.path.insert(0, str(Path(__file__).parent / "host"))
+import simt
+
+SOURCE = loader.folder() / "recurrent.cu"
+needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
+
+
+@dataclass(frozen=True)
+class Case:
+    rule: str
+    dtype: str
+    K: int
+    V: int
+    T: int = 70
+    B: int = 1
+    H: int = 2
+    Hq: int = 2
+    rows: int = 0  # lanes a column; 0 is the plan's own choice
+    cols: int = 1
+    sums: str = ""
+    gate: str = "zeros among"
+    options: dict = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.dtype}-{self.K}x{self.V}-T{self.T}-rows{self.rows}x{self.cols}"
+
+    @property
+    def plan(self) -> plan.Plan:
+        chosen = plan.choose(self.rule, self.dtype, self.T, self.B * self.H, self.K, self.V, 132)
+        sums = self.sums or chosen.sums
+        tile = chosen.tile
+        if self.rows or self.sums:
+            tile = plan.make_tile(self.K, self.V, sums, self.rows or 4, self.cols)
+        return plan.Plan("recurrent", sums, tile, "")
+
+    @property
+    def expression(self) -> str:
+        norm = "qk_l2norm" in self.options
+        args = (self.rule, self.dtype, self.plan.sums, norm, self.K, self.V, self.plan.tile)
+        return recurrent.expression(*args)
+
+    def inputs(self, rng: np.random.Generator, family: Family | None = None) -> dict:
+        sizes = {n: getattr(self, n) for n in ("B", "T", "H", "Hq", "K", "V", "gate")}
+        x = accuracy.inputs(rng, **sizes)
+        count = len(self.options.get("cu_seqlens", range(self.B + 1))) - 1
+        x["initial_state"] = rng.standard_normal((count, self.H, self.K, self.V))
+        return (family or Family("numpy")).arrays(x, self.dtype)
+
+
+CASES = [
+    Case("linear", "float32", 24, 24),
+    Case("delta", "float32", 24, 24, gate="negative"),
+    Case("linear", "float32", 24, 24, T=0),
+    Case("delta", "float32", 24, 24, T=1),
+    Case("linear", "float32", 24, 24, T=64, rows=4),
+    Case("delta", "float32", 9, 24, rows=8, cols=2, options={"qk_l2norm": True}),
+    Case("linear", "bfloat16", 64, 64, Hq=1, rows=8, cols=4),
+    Case("delta", "float16", 40, 17, B=3, rows=16),
+    Case("linear", "float64", 33, 1, rows=32),
+    Case("delta", "float64", 1, 1, gate="1e-37"),
+    Case("linear", "float32", 20, 70, sums="float64"),
+    Case("delta", "bfloat16", 128, 100, T=33, H=1, Hq=1, options={"scale": 0.3}),
+    Case("linear", "float16", 256, 3, T=9, H=1, Hq=1),
+    Case("delta", "float32", 24, 24, T=90, options={"cu_seqlens": [0, 5, 5, 70, 71]}),
+]
+
+
+def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.ndarray, np.ndarray]:
+    """Launch as the GPU path does, on NumPy arrays; y and the state are poisoned with NaN first."""
+    p = problem.check(
+        "test",
+        case.rule,
+        x["q"],
+        x["k"],
+        x["v"],
+        x["gate"],
+        x["beta"],
+        initial_state=x["initial_state"],
+        return_state=True,
+        **case.options,
+    )
+    y = arrays.empty(p.v, p.v.shape, p.dtype)
+    state = arrays.empty(p.v, (p.N, p.H, p.K, p.V), p.state_dtype)
+    y.owner[...] = np.nan
+    state.owner[...] = np.nan
+    offsets = None if p.cu_seqlens is None else arrays.take(p.cu_seqlens)
+    reads = {name: view.array for name, view in vars(p).items() if isinstance(view, arrays.View)}
+    if offsets is not None:
+        reads["cu_seqlens"] = offsets.array
+    p, y, state, offsets = addressed(p), addressed(y), addressed(state), addressed(offsets)
+    tile = case.plan.tile
+    kernels.launch(
+        case.expression,
+        3,  # fewer blocks than items: blocks take turns
+        tile.threads,
+        tile.shared_bytes,
+        [recurrent.arguments(p, y, state, offsets)],
+        reads=reads,
+        writes={"y": y.array, "state": state.array},
+        **how,
+    )
+    return y.owner, state.owner
+
+
+def addressed(x):
+    """A view with the address that it has on the CPU; a problem with such views."""
+    if isinstance(x, arrays.View):
+        return replace(x, ptr=x.array.ctypes.data)
+    if isinstance(x, problem.Problem):
+        views = {n: v for n, v in vars(x).items() if isinstance(v, arrays.View)}
+        return replace(x, **{n: addressed(v) for n, v in views.items()})
+    return x
+
+
+def verify(case: Case, x: dict, y, state, what: str) -> None:
+    expected = REFERENCE[case.rule](**{n: host(a) for n, a in x.items()}, **case.options)
+    tolerance = accuracy.TOLERANCE[case.rule, case.dtype]
+    for name, got, want in zip(("y", "state"), (y, state), expected, strict=True):
+        assert_close(got, want, tolerance, f"{case} {what} {name}")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> simt.Kernels:
+    return simt.Kernels(SOURCE, list(dict.fromkeys(case.expression for case in CASES)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_the_cpu_in_every_order(case, kernels, rng):
+    x = case.inputs(rng)
+    before = {name: a.copy() for name, a in x.items()}
+    first = None
+    for order in simt.ORDERS:
+        y, state = run_on_host(kernels, case, x, order=order)
+        verify(case, x, y, state, f"order {order}")
+        bits = y.tobytes() + state.tobytes()
+        assert first in (None, bits), "the order of threads shows in the result"
+        first = bits
+    for name, a in x.items():
+        assert a.tobytes() == before[name].tobytes(), f"{name} was written to"
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_race_and_no_stray_access(case, kernels, rng):
+    x = case.inputs(rng)
+    y, state = run_on_host(kernels, case, x, check=True)
+    verify(case, x, y, state, "checked")
+
+
+BARRIERS = SOURCE.read_text().count("__syncthreads();")
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", range(BARRIERS))
+def test_a_missing_barrier_is_caught(which, tmp_path, rng):
+    for path in loader.folder().glob("*.cu*"):
+        shutil.copy(path, tmp_path)
+    planted = tmp_path / "recurrent.cu"
+    parts = planted.read_text().split("__syncthreads();")
+    assert len(parts) == BARRIERS + 1 >= 4
+    head, tail = parts[: which + 1], parts[which + 1 :]
+    planted.write_text("__syncthreads();".join(head) + ";" + "__syncthreads();".join(tail))
+    case = CASES[0]
+    with pytest.raises(simt.Fault, match="race"):
+        run_on_host(simt.Kernels(planted, [case.expression]), case, case.inputs(rng), check=True)
