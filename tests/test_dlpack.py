@@ -132,6 +132,16 @@ def test_two_foreign_libraries_are_not_mixed(torch, strict, rng):
         cupy_gdelta.gated_delta_rule(**p)
 
 
+def test_arrays_of_jax_are_never_written(torch, rng, monkeypatch):
+    """They are immutable, though what they export says nothing of it."""
+    monkeypatch.setattr(Foreign, "__module__", "jaxlib._jax")
+    monkeypatch.setattr(Foreign, "__array_namespace__", lambda self: torch, raising=False)
+    p = {n: Foreign(torch.tensor(x)) for n, x in problem(rng).items()}
+    assert cupy_gdelta.gated_delta_rule(**p).shape == (2, 70, 2, 3)
+    with pytest.raises(ValueError, match="out must be writable; got a read-only array"):
+        cupy_gdelta.gated_delta_rule(**p, out=Foreign(torch.zeros_like(p["v"].inner)))
+
+
 # what is read
 
 
