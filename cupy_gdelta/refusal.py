@@ -1,0 +1,22 @@
+"""One line instead of a traceback: what the command line says when it will not go on."""
+
+from __future__ import annotations
+
+_EXTRAS = {"rich": "cli", "safetensors": "cli", "matplotlib": "plot", "torch": "torch"}
+
+
+class Refusal(Exception):
+    """The input, the machine or an option is at fault; the text is the whole message."""
+
+
+def missing(error: ModuleNotFoundError) -> Refusal:
+    """The pip command for a package that an extra installs; any other import error is a bug."""
+    name = (error.name or "").partition(".")[0]
+    if name in _EXTRAS:
+        return Refusal(f"{name} is not installed: pip install 'cupy-gdelta[{_EXTRAS[name]}]'")
+    if name == "cupy":
+        extras = "pip install 'cupy-gdelta[cuda12]', or [cuda13] for a CUDA 13 driver"
+        return Refusal(f"CuPy is not installed: {extras}")
+    if name == "ml_dtypes":
+        return Refusal("bfloat16 needs ml_dtypes: pip install ml_dtypes")
+    raise error
