@@ -24,7 +24,7 @@ struct Warp {
 struct Barrier {
     int threads = 0, arrived = 0;  // threads = 0: the whole block
     bool used = false;
-    unsigned warps = 0;            // that wait
+    unsigned warps = 0, waiting = 0;  // that have arrived, and those of them that wait
     Site site{};
 };
 struct State {
@@ -103,9 +103,9 @@ bool same(const Post &a, const Post &b) {
 void release(int id) {
     Barrier &b = s.barriers[id];
     for (size_t i = 0; i < s.warps.size() && check::on && !b.threads; i++)
-        if (!(b.warps >> i & 1)) check::arrive(id, i * 32, s.warps[i].done, true);
+        if (!(b.waiting >> i & 1)) check::arrive(id, i * 32, s.warps[i].done, true);
     for (size_t i = 0; i < s.warps.size(); i++)
-        if (b.warps >> i & 1) {
+        if (b.waiting >> i & 1) {
             Warp &w = s.warps[i];
             if (check::on) check::leave(id, i * 32, w.blocked);
             w.ready |= w.blocked;
@@ -134,14 +134,18 @@ void arrive(unsigned index, unsigned lanes, const Post &p) {
     if (b.used && b.threads != p.threads)
         fail(describe(p.site) + " and " + describe(b.site) + " meet at barrier " +
              std::to_string(p.barrier) + " with different numbers of threads");
+    if (b.warps >> index & 1)
+        fail("warp " + std::to_string(index) + " comes to barrier " + std::to_string(p.barrier) +
+             " at " + describe(p.site) + " a second time before the others have come");
     b.used = true, b.threads = p.threads, b.site = p.site;
     b.arrived += 32;  // the hardware counts whole warps
     if (b.threads && b.arrived > b.threads)
         fail("more than " + std::to_string(b.threads) + " threads come to barrier " +
              std::to_string(p.barrier) + " at " + describe(p.site));
     if (check::on) check::arrive(p.barrier, index * 32, lanes | w.done, p.wait);
+    b.warps |= 1u << index;
     if (p.wait) {
-        b.warps |= 1u << index;
+        b.waiting |= 1u << index;
         w.blocked |= lanes;
     } else {
         w.ready |= lanes;
@@ -232,12 +236,13 @@ void run_block() {
         s.warps[i] = {exist, exist, 0, 0, 0};
     }
     for (Barrier &b : s.barriers) b = Barrier();
+    s.paused = false;
     unsigned idle = 0;  // steps in a row in which some thread only paused
-    for (unsigned index = 0;;) {
-        unsigned tried = 0;
+    for (unsigned index = 0, tried;;) {
         if (s.order > 1) index = random_below(count);
-        while (tried < count && !s.warps[index].ready)
-            tried++, index = s.order == 1 ? (index ? index : count) - 1 : (index + 1) % count;
+        else if (!s.paused) index = s.order ? count - 1 : 0;
+        for (tried = 0; tried < count && !s.warps[index].ready; tried++)
+            index = (index + (s.order == 1 ? count - 1 : 1)) % count;
         if (tried == count) {
             for (const Warp &w : s.warps)
                 if (w.done != w.exist) deadlock();
@@ -247,7 +252,7 @@ void run_block() {
         step(index);
         idle = s.paused ? idle + 1 : 0;
         if (idle > 100000) fail("livelock: threads only sleep (__nanosleep)");
-        if (s.paused) index = (index + 1) % count;
+        if (s.paused) index = (index + (s.order == 1 ? count - 1 : 1)) % count;
     }
 }
 }  // namespace

@@ -1,9 +1,9 @@
-"""Runs CUDA kernels on the CPU: builds a .cu with g++ beside the runtime of this folder and launches it.
+"""Runs CUDA kernels on the CPU: builds a .cu with g++ and the runtime of this folder, launches it.
 
-Every CUDA thread is a fibre, so barriers, shuffles and asynchronous copies work as on a GPU; no CUDA
-header, compiler or device is needed. ``check=True`` takes a second, instrumented build that follows
-every access to memory: races, accesses out of bounds and reads of uninitialised shared memory raise
-:class:`Fault` with the place in the source.
+Every CUDA thread is a fibre, so barriers, shuffles and asynchronous copies work as on a GPU; no
+CUDA header, compiler or device is needed. ``check=True`` takes a second, instrumented build that
+follows every access to memory: races, accesses out of bounds and reads of uninitialised shared
+memory raise :class:`Fault` with the place in the source.
 """
 
 from __future__ import annotations
@@ -25,12 +25,25 @@ import numpy as np
 HERE = Path(__file__).parent
 ORDERS = (0, 1, 2, 3)  # ascending threads, descending, and two seeds of shuffled ones
 
-_FLAGS = (
-    "-std=c++17 -O2 -fPIC -march=native -ffp-contract=fast -fvisibility=hidden -fno-gnu-unique "
-    "-U_FORTIFY_SOURCE -DSIMT_HOST"
-).split()
-_KERNEL_FLAGS = "-g -fno-exceptions -fno-strict-aliasing -Wall -Wno-unknown-pragmas".split()
-_CHECK_FLAGS = "-fsanitize=thread -fsanitize=alignment,bounds,shift,signed-integer-overflow".split()
+_FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-march=native",
+    "-ffp-contract=fast",  # as NVRTC does
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-U_FORTIFY_SOURCE",  # its longjmp refuses to go to another stack
+    "-DSIMT_HOST",
+]
+_KERNEL_FLAGS = [
+    "-gdwarf-4",
+    "-fno-exceptions",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+]
+_CHECK_FLAGS = ["-fsanitize=thread", "-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
 _RUNTIME = ("simt", "twins", "check")
 
 
@@ -218,7 +231,7 @@ def _texts(source: Path, seen: dict[Path, str]) -> dict[Path, str]:
 
 
 def _compile(command: list[str], suffix: str, *parts: str) -> Path:
-    """What ``command`` makes, from the cache if it was made before; safe among parallel processes."""
+    """What ``command`` makes, from the cache if it was made before; parallel processes may meet."""
     digest = hashlib.sha256("\0".join((*command, *parts, _machine())).encode()).hexdigest()[:24]
     target = _cache() / f"{digest}{suffix}"
     if not target.exists():
