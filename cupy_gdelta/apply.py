@@ -42,6 +42,8 @@ def run(job: Job, quiet: bool = False) -> str:
         p, whole = _check(job, sources)
         backend = devices.pick(job.array)
         y_dtype = sources["q"].dtype
+        if y_dtype.name == "bfloat16" and job.target.suffix == ".npz":
+            raise Refusal(f"{job.target}: a .npz cannot hold bfloat16, use .safetensors")
         shape = (p.N, p.H, p.K, p.V)
         state = np.zeros(shape, p.state_dtype)
         if "initial_state" in whole:

@@ -26,7 +26,7 @@ def show() -> int:
     table.add_column(overflow="fold")
     for name, text in rows():
         table.add_row(name, text)
-    Console().print(table, markup=False, highlight=False)
+    Console(markup=False, highlight=False).print(table)
     return 0
 
 

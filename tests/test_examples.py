@@ -1,0 +1,189 @@
+"""The examples show what their docstrings claim, with the public functions alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupy_gdelta
+from cupy_gdelta import programs, reference
+from cupy_gdelta.cli import main
+
+NAMES = ("recurrence", "recall", "forecast", "torch_tensors")
+SMALL = ["--batch", "2", "--time", "100", "--heads", "2", "--repeat", "1"]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(programs.folder()))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def named(name):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return __import__(name)
+
+    return named
+
+
+def cells(text):
+    """Rows of the table that rich has drawn, without their frame."""
+    rows = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_alone_and_draws(tmp_path, name):
+    if name == "torch_tensors":
+        pytest.importorskip("torch")
+    plot = tmp_path / "figure.png"
+    options = SMALL if name == "recurrence" else []
+    done = subprocess.run(
+        [sys.executable, str(programs.folder() / f"{name}.py"), *options, "--plot", str(plot)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(cupy_gdelta.__file__).parent.parent), "COLUMNS": "120"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert cells(done.stdout)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_uses_public_names_only(name):
+    tree = ast.parse((programs.folder() / f"{name}.py").read_text(encoding="utf-8"))
+    public = {*cupy_gdelta.__all__, "reference"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("cupy_gdelta"):
+            assert node.module == "cupy_gdelta"
+            assert {alias.name for alias in node.names} <= public
+
+
+def test_recurrence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    figures = tmp_path / "figures.json"
+    command = ["run", "recurrence", *SMALL, "--array", "numpy", "--json", str(figures)]
+    assert main(command) == 0
+    table = cells(capsys.readouterr().out)
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(table) == ["cupy_gdelta", "NumPy loop"]
+    assert all(row["error"] < 1e-6 and row["seconds"] > 0 for row in rows)
+
+
+def test_the_loop_of_recurrence_is_the_rule(load):
+    module = load("recurrence")
+    arrays = module.inputs(2, 30, 3, 24)
+    y, _ = reference.gated_linear_attention(*arrays)
+    np.testing.assert_allclose(module.numpy_loop(*arrays), y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("array", ["cupy", "torch"])
+def test_recurrence_on_a_gpu(tmp_path, array):
+    if array == "torch" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    figures = tmp_path / "figures.json"
+    assert main(["run", "recurrence", *SMALL, "--array", array, "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())
+    assert [row["name"] for row in found["rows"]] == ["cupy_gdelta", "user_kernel.cu"]
+    assert all(row["error"] < 2e-6 and row["floor"] > 0 for row in found["rows"])
+    assert found["copy_bytes_per_second"] > 1e10
+
+
+def test_recall(capsys, load):
+    module = load("recall")
+    assert module.main(["--most", "64"]) == 0
+    table = cells(capsys.readouterr().out)
+    assert list(table) == ["1", "2", "4", "8", "16", "32", "64"]
+    linear, delta = np.array([[float(x) for x in row[:2]] for row in table.values()]).T
+    assert linear[0] == delta[0] == 0
+    assert (delta[1:] < linear[1:]).all()
+    assert delta.max() < 0.5
+    assert linear[-1] > 5
+    assert (linear[3:-1] < linear[4:]).all()
+    assert int(table["64"][3]) > int(table["64"][2])
+
+
+def test_recall_reads_without_writing(load, rng):
+    module = load("recall")
+    keys, values = module.unit(rng.standard_normal((8, 5))), rng.standard_normal((8, 3))
+    one, many = module.recall("delta", keys, values, (1, 8))
+    np.testing.assert_allclose(one, values[:1], atol=1e-12)
+    np.testing.assert_allclose(many[-1], values[7], atol=1e-12)  # nothing has overwritten the last
+
+
+def test_forecast(capsys, load):
+    module = load("forecast")
+    for series in module.SERIES:
+        assert module.main(["--series", series]) == 0
+        table = cells(capsys.readouterr().out)
+        error = {name: float(row[0]) for name, row in table.items()}
+        assert error["delta rule"] < 0.75 * error["persistence"]
+        assert error["least squares"] < 0.75 * error["persistence"]
+
+
+def test_forecast_looks_at_no_later_value(load, rng):
+    module = load("forecast")
+    z = rng.standard_normal(60)
+    settings = [(0.99, 0.3), (1.0, 0.5)]
+    whole = module.adaptive(z, 4, settings)
+    assert whole.shape == (len(z) - 5, 2)
+    later = z.copy()
+    later[40:] += 100
+    changed = module.adaptive(later, 4, settings)
+    # Row i forecasts z[5 + i]; value 40 is first seen by the forecast of value 41.
+    np.testing.assert_array_equal(changed[:36], whole[:36])
+    assert (changed[36] != whole[36]).all()
+
+
+def test_forecast_is_normalised_least_mean_squares(load, rng):
+    module = load("forecast")
+    z, lags, (gate, beta) = rng.standard_normal(50), 3, (0.9, 0.4)
+    weights, expected = np.zeros(lags + 1), []
+    for t in range(lags, len(z) - 1):
+        x = np.append(z[t - lags : t], 1)
+        weights = gate * weights
+        weights = weights + beta * x * (z[t] - x @ weights) / (x @ x)
+        expected.append(np.append(z[t - lags + 1 : t + 1], 1) @ weights)
+    np.testing.assert_allclose(module.adaptive(z, lags, [(gate, beta)])[:, 0], expected, atol=1e-12)
+
+
+def test_torch_tensors(capsys, load):
+    pytest.importorskip("torch")
+    assert load("torch_tensors").main(["--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert [row[-1] for row in cells(out).values()] == ["yes"] * 4
+    assert "y of torch equals y of numpy: True" in out
+
+
+@pytest.mark.gpu
+def test_torch_tensors_on_a_gpu(load):
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    assert load("torch_tensors").main(["--device", "cuda"]) == 0
+
+
+def test_torch_tensors_without_torch(capsys, load, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert load("torch_tensors").main([]) == 2
+    error = capsys.readouterr().err
+    assert "pip install 'cupy-gdelta[torch]'" in error
+    assert error.count("\n") == 1
+
+
+def test_the_data_is_named_and_small():
+    folder = programs.folder()
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    data = [p for p in folder.iterdir() if p.suffix in (".npz", ".csv")]
+    assert len(data) == 3
+    for path in data:
+        assert f"`{path.name}`" in readme
+        assert path.stat().st_size < 200_000
+    for name in programs.summaries():
+        assert f"`{name}.py`" in readme

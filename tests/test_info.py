@@ -1,0 +1,57 @@
+"""cupy-gdelta info: with a GPU, without one, and without CuPy."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cupy_gdelta
+from cupy_gdelta import info
+from cupy_gdelta.cli import main
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_info(capsys, wide):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert cupy_gdelta.__version__ in out
+    assert np.__version__ in out
+    assert "kernel cache" in out
+
+
+def test_info_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    rows = dict(info.rows())
+    assert rows["CuPy"] == "CuPy is not installed"
+    assert "kernel cache" not in rows
+
+
+def test_info_names_the_kernels_of_a_device():
+    pytest.importorskip("cupy")
+    device = SimpleNamespace(attributes={"MultiProcessorCount": 132})
+    fake = SimpleNamespace(cuda=SimpleNamespace(Device=lambda i: device))
+    text = info._plans(fake, 0)
+    assert len(text.splitlines()) == 9
+    assert "linear float32: " in text
+
+
+def test_info_counts_the_cache(monkeypatch, tmp_path):
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "kernel.cubin").write_bytes(b"x" * 2**20)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    assert info._cache() == f"{tmp_path}: 1 files, 1.0 MiB"
+
+
+@pytest.mark.gpu
+def test_info_of_a_gpu(capsys, wide):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "compute capability" in out
+    assert "delta bfloat16" in out
