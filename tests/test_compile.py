@@ -1,0 +1,86 @@
+"""Every kernel compiles for every architecture, without a GPU, and keeps its state in registers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+pytest.importorskip("cupy")
+
+from cupy_gdelta.gpu import loader, plan, recurrent  # noqa: E402
+
+PLANTED = (Path(nvrtc.__file__).parent / "spills.cu").read_text()
+
+# What plan.choose may be given: shapes (K, V), tokens, recurrences, multiprocessors, alignments.
+FEW = {
+    "shapes": [(24, 24), (33, 70), (128, 128)],
+    "dtypes": ["float32", "bfloat16", "float64"],
+    "tokens": [100],
+    "items": [4096],  # many fill the machine with few lanes a column: the most registers
+    "multiprocessors": [132],
+    "aligned": [16],
+}
+MANY = {
+    "shapes": [(1, 1), (1, 128), (16, 16), (24, 24), (33, 70), (64, 64), (96, 80), (128, 128)],
+    "dtypes": ["float16", "bfloat16", "float32", "float64"],
+    "tokens": [1, 100, 5000],
+    "items": [1, 8, 32, 100, 128, 256, 1000, 4096, 100000],
+    "multiprocessors": [108, 132, 148, 170],
+    "aligned": [2, 4, 8, 16],
+}
+
+
+def instantiations(shapes, dtypes, tokens, items, multiprocessors, aligned, normalise) -> list[str]:
+    """Every instantiation of cuda/recurrent.cu that is chosen for some of these problems."""
+    found = set()
+    for (K, V), dtype, T, n, sms, bytes_, rule in itertools.product(
+        shapes, dtypes, tokens, items, multiprocessors, aligned, recurrent.RULES
+    ):
+        chosen = plan.choose(rule, dtype, T, n, K, V, sms, bytes_)
+        for unit in normalise if rule == "delta" else (False,):
+            found.add(recurrent.expression(rule, dtype, chosen.sums, unit, K, V, chosen.tile))
+    return sorted(found)
+
+
+def assert_in_registers(expressions: list[str], arch: str) -> None:
+    found = nvrtc.usage(loader.source("recurrent"), expressions, arch, loader.OPTIONS)
+    bad = {e: u for e, u in found.items() if u.stack or u.spill_stores or u.spill_loads}
+    assert not bad, f"{arch}: {len(bad)} of {len(found)} kernels use local memory: {bad}"
+
+
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+def test_chosen_kernels_stay_in_registers(arch):
+    assert_in_registers(instantiations(**FEW, normalise=[True]), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+def test_all_kernels_stay_in_registers(arch):
+    assert_in_registers(instantiations(**MANY, normalise=[False, True]), arch)
+
+
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+def test_spills_are_seen(arch):
+    found = nvrtc.usage(PLANTED, ["keep<16>", "keep<200>", "shares"], arch)
+    assert found["keep<16>"].stack == found["keep<16>"].spill_stores == 0
+    assert found["keep<200>"].registers <= 64
+    assert found["keep<200>"].spill_stores >= 100
+    assert found["keep<200>"].spill_loads >= 100
+    assert (found["shares"].shared, found["shares"].stack) == (1024, 0)
+
+
+def test_local_arrays_are_seen():
+    found = nvrtc.usage(PLANTED, ["local_array<16>", "local_array<2000>", "calls"], "sm_80")
+    assert found["local_array<16>"].stack == 64
+    assert found["local_array<2000>"].stack == 8000
+    assert found["calls"].stack >= 64
+    assert all(u.spill_stores == 0 for u in found.values())
+
+
+def test_errors_name_their_place():
+    with pytest.raises(RuntimeError, match=r'sm_80: (.|\n)*identifier "y" is undefined'):
+        nvrtc.usage("__global__ void f(float* x) { *x = y; }", ["f"], "sm_80")
