@@ -10,9 +10,11 @@ import numpy as np
 
 from ..problem import Problem
 
-CHUNK = 64  # tokens: at 64 a product of 64 x 64 matrices is still one thread's work to OpenBLAS
+CHUNK = (
+    32  # tokens: K = V = 64 then makes products small enough to be one thread's work to OpenBLAS
+)
 LANES = 8  # pairs of sequence and head that go through time together, where there are more
-BYTES = 3 << 20  # about what a segment takes
+BYTES = 8 << 20  # about what a segment takes: many small calls would keep the threads apart
 
 
 class Sequences(NamedTuple):
@@ -35,6 +37,7 @@ class Block:
     chunk: int  # tokens
     chunks: int  # in a segment
     carry: np.ndarray  # [L, R, K, V], the state between two segments
+    drift: np.ndarray  # [L, R], see decay.rounded
 
     def tokens(self, start: int, stop: int) -> tuple[Any, Any, slice]:
         """Index of tokens and heads in an array [B, T, H, ...]."""
@@ -46,7 +49,7 @@ class Block:
 def sequences(p: Problem) -> Iterator[Sequences]:
     """All sequences that are not empty, those of one length together."""
     if p.cu_seqlens is None:
-        if p.T:
+        if p.B and p.T:
             yield Sequences(slice(0, p.B), 0, p.T)
         return
     assert isinstance(p.cu_seqlens, np.ndarray)
@@ -91,13 +94,17 @@ def blocks(p: Problem) -> Iterator[Block]:
                     carry = np.array(p.initial_state.array[rows, heads], order="C")
                 shared = min(width, p.H // p.Hq)
                 carry = carry.reshape(-1, shared, p.K, p.V)
-                many = max(1, min(chunks, cells // (carry.shape[0] * shared)))
-                yield Block(rows, batch, starts, group.length, heads, chunk, many, carry)
+                segments = -(-chunks // max(1, cells // (carry.shape[0] * shared)))
+                many = -(-chunks // segments)
+                drift = np.zeros(carry.shape[:2])
+                yield Block(rows, batch, starts, group.length, heads, chunk, many, carry, drift)
 
 
 def _head_ranges(p: Problem, lanes: int) -> Iterator[slice]:
     """Ranges of value heads that hold whole groups of a query head each, or a part of one."""
-    repeat = p.H // p.Hq if p.Hq else 1
+    if not p.H:
+        return
+    repeat = p.H // p.Hq
     step = max(1, lanes // repeat) * repeat
     if lanes >= repeat:
         for first in range(0, p.H, step):

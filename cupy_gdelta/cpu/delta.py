@@ -9,8 +9,8 @@ Householder-like factors: Bischof and Van Loan, 1987; with gates: Yang, Kautz an
     y_i = scale (D_i0 q_i S + sum_{j <= i} D_ij (q_i . k_j) u_j)
     S'  = D_C0 S + sum_j D_Cj k_j u_j^T
 
-U = U0 - W S with U0 = (I + A)^-1 diag(beta) V and W = (I + A)^-1 diag(beta D_i0) K is found for all
-chunks of a segment at once; only the products with S go from chunk to chunk.
+(I + A)^-1 and its product with diag(beta D_i0) K are found for all chunks of a segment at once;
+only the products with S and U go from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -24,48 +24,49 @@ from .walk import Segment
 BASE = 8  # size of the blocks that are inverted row by row
 
 
-def segment(part: Segment) -> np.ndarray:
-    """y [M, L, R, C, V] of the M chunks of one segment; leaves the state after it in part.carry."""
+def segment(part: Segment) -> None:
+    """Compute the M chunks of one segment; leaves the state after it in part.carry."""
     scratch, carry = part.scratch, part.carry
     M, L, R, C, K, V = part.shape
     q, k = part.keys("q"), part.keys("k")  # [M, L, 1, C, K]
-    decays = decay.products(part.gates(), None, scratch)
-    solved = _solve(part, k, decays)  # [M, L, R, C, K + V]: W beside U0
-    left = scratch("left", M, L, R, C, K + C)  # what meets the state, and what meets u
-    right = scratch("right", M, L, R, K + C, V)  # the state before the chunk above u
-    scores = np.matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
-    np.multiply(q, decays.start, out=left[..., :K])
-    np.multiply(scores, decays.between, out=left[..., K:])
-    k_end = np.multiply(k, decays.end, out=scratch("k_end", M, L, R, C, K)).swapaxes(-1, -2)
-    room, write = scratch("room", L, R, K, V), scratch("write", L, R, K, V)
-    seen = scratch("seen", L, R, C, V)  # W S
-    states, u = right[..., :K, :], right[..., K:, :]
-    with part.turn:
-        states[0] = carry
-        for c in range(M):
-            np.matmul(solved[c, ..., :K], states[c], out=seen)
-            np.subtract(solved[c, ..., K:], seen, out=u[c])
-            np.matmul(k_end[c], u[c], out=write)
-            after = states[c + 1] if c + 1 < M else carry
-            decay.advance(states[c], decays.keep[c], decays.rest[c], write, after, room)
-        part.leave()
-    return np.matmul(left, right, out=scratch("y", M, L, R, C, V))
-
-
-def _solve(part: Segment, k: np.ndarray, decays: decay.Decay) -> np.ndarray:
-    """(I + A)^-1 diag(beta) [diag(D_i0) K, V], [M, L, R, C, K + V]."""
-    scratch = part.scratch
-    M, L, R, C, K, V = part.shape
     beta = part.betas()[..., None]
+    decays = decay.products(part.gates(), None, scratch)
+    right = scratch("right", M + 1, L, R, C + K + C, V)  # beta v, the state before the chunk, u
+    v, states, u = right[:M, ..., :C, :], right[..., C : C + K, :], right[:M, ..., C + K :, :]
+    part.values(v)
+    v *= beta
+    solve = _solve(k, beta, decays, scratch)  # [M, L, R, C, C + K], u = solve [beta v; state]
+    read = scratch("read", M, L, R, C, K + C)  # y = read [state; u]
+    scores = np.matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
+    np.multiply(q, decays.start, out=read[..., :K])
+    np.multiply(scores, decays.between, out=read[..., K:])
+    k_end = np.multiply(k, decays.end, out=scratch("k_end", M, L, R, C, K)).swapaxes(-1, -2)
+    known, kept = right[:M, ..., : C + K, :], scratch("kept", L, R, K, V)
+    with part.turn:
+        keep = decay.rounded(decays.total, part.drift, carry.dtype)
+        states[0] = carry
+        chunks = zip(solve, known, u, k_end, states[:-1], keep, states[1:], strict=True)
+        for solve_c, known_c, u_c, k_c, before, factor, after in chunks:
+            np.matmul(solve_c, known_c, out=u_c)
+            np.matmul(k_c, u_c, out=after)
+            np.multiply(before, factor, out=kept)
+            np.add(after, kept, out=after)
+        carry[...] = states[M]
+        part.leave()
+    part.answer(read, right[:M, ..., C:, :])
+
+
+def _solve(k: np.ndarray, beta: np.ndarray, decays: decay.Decay, scratch: Scratch) -> np.ndarray:
+    """[(I + A)^-1, -(I + A)^-1 diag(beta D_i0) K], [M, L, R, C, C + K]."""
+    (M, L, R, C, _), K = beta.shape, k.shape[-1]
     scores = np.matmul(k, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
     a = np.multiply(scores, decays.between, out=scratch("a", M, L, R, C, C))
     a *= beta
-    right = scratch("right side", M, L, R, C, K + V)
-    np.multiply(k, decays.start * beta, out=right[..., :K])
-    part.values(right[..., K:])
-    right[..., K:] *= beta
-    inverse = unit_inverse(a.reshape(-1, C, C), scratch).reshape(a.shape)
-    return np.matmul(inverse, right, out=scratch("solved", M, L, R, C, K + V))
+    solve = scratch("solve", M, L, R, C, C + K)
+    solve[..., :C] = unit_inverse(a.reshape(-1, C, C), scratch).reshape(a.shape)
+    seen = np.multiply(k, -decays.start * beta, out=scratch("seen", M, L, R, C, K))
+    np.matmul(solve[..., :C], seen, out=solve[..., C:])
+    return solve
 
 
 def unit_inverse(a: np.ndarray, scratch: Scratch) -> np.ndarray:

@@ -17,26 +17,28 @@ from . import decay
 from .walk import Segment
 
 
-def segment(part: Segment) -> np.ndarray:
-    """y [M, L, R, C, V] of the M chunks of one segment; leaves the state after it in part.carry."""
+def segment(part: Segment) -> None:
+    """Compute the M chunks of one segment; leaves the state after it in part.carry."""
     scratch, carry = part.scratch, part.carry
     M, L, R, C, K, V = part.shape
     q, k = part.keys("q"), part.keys("k")  # [M, L, 1, C, K]
     decays = decay.products(part.gates(), part.betas(), scratch)
-    left = scratch("left", M, L, R, C, K + C)  # what meets the state, and what meets v
-    right = scratch("right", M, L, R, K + C, V)  # the state before the chunk above v
-    states, v = right[..., :K, :], right[..., K:, :]
+    read = scratch("read", M, L, R, C, K + C)  # y = read [state; v]
+    right = scratch("right", M + 1, L, R, K + C, V)  # the state before the chunk above v
+    states, v = right[..., :K, :], right[:M, ..., K:, :]
     part.values(v)
     scores = np.matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
-    np.multiply(q, decays.start, out=left[..., :K])
-    np.multiply(scores, decays.between, out=left[..., K:])
+    np.multiply(q, decays.start, out=read[..., :K])
+    np.multiply(scores, decays.between, out=read[..., K:])
     k_end = np.multiply(k, decays.end, out=scratch("k_end", M, L, R, C, K))
-    writes = np.matmul(k_end.swapaxes(-1, -2), v, out=scratch("writes", M, L, R, K, V))
-    room = scratch("room", L, R, K, V)
+    np.matmul(k_end.swapaxes(-1, -2), v, out=states[1:])
+    kept = scratch("kept", L, R, K, V)
     with part.turn:
+        keep = decay.rounded(decays.total, part.drift, carry.dtype)
         states[0] = carry
-        for c in range(M):
-            after = states[c + 1] if c + 1 < M else carry
-            decay.advance(states[c], decays.keep[c], decays.rest[c], writes[c], after, room)
+        for factor, before, after in zip(keep, states[:-1], states[1:], strict=True):
+            np.multiply(before, factor, out=kept)
+            np.add(after, kept, out=after)
+        carry[...] = states[M]
         part.leave()
-    return np.matmul(left, right, out=scratch("y", M, L, R, C, V))
+    part.answer(read, right[:M])

@@ -44,10 +44,11 @@ class Segment:
     stop: int
     turn: Turn
     scratch: Scratch
+    y: np.ndarray
     state: np.ndarray | None
 
     def __post_init__(self) -> None:
-        self.carry = self.block.carry
+        self.carry, self.drift = self.block.carry, self.block.drift
         L, R, K, V = self.carry.shape
         C = self.block.chunk
         self.shape = (-(-(self.stop - self.start) // C), L, R, C, K, V)
@@ -96,6 +97,21 @@ class Segment:
             load(x.array[self.index][..., None], x.dtype, out[..., None], fill)
         return out
 
+    def answer(self, read: np.ndarray, content: np.ndarray) -> None:
+        """y = read content, [M, L, R, C, V]."""
+        M, L, R, C, _, V = self.shape
+        y, whole = self.y, self.stop - self.start == M * C and isinstance(self.index[1], slice)
+        rows = y.strides[1] >= V * y.itemsize and y.strides[3] == y.itemsize  # as BLAS needs them
+        if whole and rows and y.dtype == read.dtype:
+            y = y[self.index]
+            S, G = y.shape[0], L // y.shape[0]
+            y = y.reshape(S, M, C, G, R, V).transpose(1, 0, 3, 4, 2, 5)
+            read, content = (x.reshape(M, S, G, R, *x.shape[3:]) for x in (read, content))
+            np.matmul(read, content, out=y)
+            return
+        chunks = np.matmul(read, content, out=self.scratch("y", M, L, R, C, V))
+        store(chunks, self.problem.dtype, y, self.index, self.stop - self.start)
+
     def leave(self) -> None:
         """Hand the final state over once the last segment has made it."""
         if self.state is not None and self.stop == self.block.length:
@@ -105,7 +121,7 @@ class Segment:
 
 def run(
     problem: Problem,
-    rule: Callable[[Segment], np.ndarray],
+    rule: Callable[[Segment], None],
     y: np.ndarray,
     state: np.ndarray | None,
 ) -> None:
@@ -125,9 +141,7 @@ def run(
                     return
                 turn = item[-1]
                 try:
-                    part = Segment(problem, *item, scratch, state)
-                    chunks = rule(part)
-                    store(chunks, problem.dtype, y, part.index, part.stop - part.start)
+                    rule(Segment(problem, *item, scratch, y, state))
                 except BaseException:
                     failed.set()
                     raise

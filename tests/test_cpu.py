@@ -1,0 +1,400 @@
+"""The CPU path against the float64 reference: every regime, size, layout and promise."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import REFERENCE, assert_close, check, host
+
+import cupy_gdelta
+from cupy_gdelta import accuracy
+from cupy_gdelta.cpu import blocks, walk
+
+FUNCTION = {
+    "linear": cupy_gdelta.gated_linear_attention,
+    "delta": cupy_gdelta.gated_delta_rule,
+}
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+C = blocks.CHUNK
+
+both_rules = pytest.mark.parametrize("rule", FUNCTION)
+
+
+def numpy_dtype(dtype: str):
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def rounded(arrays: dict, dtype: str) -> dict:
+    """q, k, v in ``dtype``; gate, beta and state in the state dtype."""
+    state = "float64" if dtype == "float64" else "float32"
+    return {n: x.astype(numpy_dtype(dtype if n in "qkv" else state)) for n, x in arrays.items()}
+
+
+def problem(rng, dtype="float32", state=True, **sizes) -> dict:
+    arrays = accuracy.inputs(rng, **sizes)
+    if state:
+        B, _, H, V = arrays["v"].shape
+        arrays["initial_state"] = rng.standard_normal((B, H, arrays["q"].shape[3], V))
+    return rounded(arrays, dtype)
+
+
+def same_bits(x, y) -> bool:
+    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    """Segments of few chunks, three threads, and no call too small for them."""
+    monkeypatch.setattr(blocks, "BYTES", 1 << 17)
+    monkeypatch.setattr(walk, "WORTH_A_THREAD", 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+
+
+# --- against the reference
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", [*accuracy.GATES, "above one"])
+def test_every_dtype_and_gate(rule, dtype, gate, rng):
+    named = "random" if gate == "above one" else gate
+    arrays = problem(rng, dtype, B=2, T=200, H=4, Hq=2, K=24, V=40, gate=named)
+    if gate == "above one":
+        arrays["gate"][...] = rng.uniform(0.9, 1.1, arrays["gate"].shape)
+    out = np.full(arrays["v"].shape, np.nan, arrays["v"].dtype)
+    y, _ = check(rule, FUNCTION[rule], arrays, dtype, what=f"{dtype} {gate}", scale=0.7, out=out)
+    assert y is out
+
+
+@both_rules
+@pytest.mark.parametrize("T", [0, 1, 2, 15, 31, 32, 33, 63, 64, 65, 200])
+def test_lengths(rule, T, rng):
+    check(rule, FUNCTION[rule], problem(rng, T=T, B=2), "float32", what=f"T={T}")
+
+
+@both_rules
+@pytest.mark.parametrize(
+    ("K", "V"),
+    [(1, 1), (3, 1), (1, 65), (24, 3), (64, 65), (65, 24), (256, 3), (3, 256), (256, 256)],
+)
+def test_head_dims(rule, K, V, rng):
+    check(rule, FUNCTION[rule], problem(rng, T=70, K=K, V=V), "float32", what=f"K={K} V={V}")
+
+
+@both_rules
+@pytest.mark.parametrize(("H", "Hq"), [(1, 1), (6, 3), (12, 1), (30, 10), (40, 2)])
+def test_grouped_heads(rule, H, Hq, rng):
+    arrays = problem(rng, B=3, T=50, H=H, Hq=Hq, K=8, V=8)
+    check(rule, FUNCTION[rule], arrays, "float32", what=f"H={H} Hq={Hq}")
+
+
+@both_rules
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+@pytest.mark.parametrize(("B", "H"), [(1, 1), (3, 4), (2, 12)])
+def test_segment_boundaries(rule, shift, B, H, rng, small_segments):
+    arrays = problem(rng, B=B, T=10 * C + shift, H=H, K=16, V=16)
+    check(rule, FUNCTION[rule], arrays, "float32", what=f"B={B} H={H} shift={shift}")
+
+
+@both_rules
+@pytest.mark.parametrize("shape", [(0, 5, 2), (2, 5, 0), (2, 0, 2), (0, 0, 0)])
+def test_nothing_to_do(rule, shape, rng):
+    B, T, H = shape
+    arrays = problem(rng, B=B, T=T, H=H, Hq=2, K=4, V=4)
+    y, state = FUNCTION[rule](**arrays, return_state=True)
+    assert y.shape == (B, T, H, 4)
+    assert same_bits(state, arrays["initial_state"])
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_correlated_keys(rule, dtype, rng):
+    arrays = problem(rng, dtype, T=300, K=64, V=32, gate="one", correlated=True)
+    tolerance = accuracy.CORRELATED.get((rule, dtype))
+    check(rule, FUNCTION[rule], arrays, dtype, tolerance=tolerance, what=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qk_l2norm(dtype, rng):
+    arrays = problem(rng, dtype, T=100, H=4, Hq=2)
+    arrays["q"] *= numpy_dtype(dtype).type(7)
+    arrays["k"] *= numpy_dtype(dtype).type(5)
+    check("delta", FUNCTION["delta"], arrays, dtype, what=dtype, qk_l2norm=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_key_repeated(dtype, rng):
+    """With gate = beta = 1 each token replaces what the one before has stored under the key."""
+    v = rng.integers(-8, 9, (1, 64, 1, 24)).astype(numpy_dtype(dtype))
+    k = np.zeros((1, 64, 1, 4), v.dtype)
+    k[..., 2] = 1
+    y, state = cupy_gdelta.gated_delta_rule(k, k, v, return_state=True)
+    assert np.array_equal(host(y), host(v))
+    assert np.array_equal(state[0, 0, 2], host(v)[0, -1, 0])
+    key = rng.standard_normal(24)
+    k = np.tile(key / np.linalg.norm(key), (1, 64, 1, 1)).astype(v.dtype)
+    check("delta", FUNCTION["delta"], {"q": k, "k": k, "v": v}, dtype, what=dtype)
+
+
+@both_rules
+@pytest.mark.parametrize("gate", [0.99999, -0.9999])
+def test_equal_gates_do_not_err_the_same_way(rule, gate, rng):
+    """Thousands of chunks with the same gate: the rounding of its products must not add up."""
+    arrays = problem(rng, B=1, T=40000, H=2, K=4, V=4, state=False)
+    arrays["gate"][...] = gate
+    arrays["initial_state"] = np.full((1, 2, 4, 4), 100, np.float32)
+    wide = {n: x.astype(np.float64) for n, x in arrays.items()}
+    expected = FUNCTION[rule](**wide, return_state=True)
+    got = FUNCTION[rule](**arrays, return_state=True)
+    for x, e, what in zip(got, expected, ("y", "state"), strict=True):
+        assert_close(x, e, accuracy.TOLERANCE[rule, "float32"], what)
+
+
+# --- arguments
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_defaults(rule, dtype, rng):
+    arrays = problem(rng, dtype, T=90)
+    ones = np.ones_like(arrays["gate"])
+    zeros = np.zeros_like(arrays["initial_state"])
+    qkv = {n: arrays[n] for n in "qkv"}
+    y, state = FUNCTION[rule](**qkv, return_state=True)
+    same = FUNCTION[rule](**qkv, gate=ones, beta=ones, initial_state=zeros, return_state=True)
+    assert same_bits(y, same[0])
+    assert same_bits(state, same[1])
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_gate(rule, dtype, rng):
+    arrays = problem(rng, dtype, T=90, gate="zeros among")
+    with np.errstate(divide="ignore"):
+        arrays["log_gate"] = np.log(arrays.pop("gate"))
+    assert np.isneginf(arrays["log_gate"]).any()
+    check(rule, FUNCTION[rule], arrays, dtype, what=dtype)
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gate_and_beta_of_16_bits(rule, dtype, rng):
+    arrays = problem(rng, dtype, T=90)
+    for name in ("gate", "beta"):
+        arrays[name] = arrays[name].astype(numpy_dtype(dtype))
+    check(rule, FUNCTION[rule], arrays, dtype, what=dtype)
+
+
+@both_rules
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [0],
+        [0, 0],
+        [0, 0, 5, 5, 5, 69, 69],
+        [0, 1, 2, 3, 5, 7, 8, 40, 72, 104, 200],
+        [0, 100, 200, 200, 300, 301, 302, 330],
+    ],
+)
+def test_packed(rule, ends, rng, small_segments):
+    T, N = ends[-1] + 7, len(ends) - 1
+    arrays = problem(rng, T=T, H=4, Hq=2, K=8, V=12)
+    arrays["initial_state"] = rng.standard_normal((N, 4, 8, 12)).astype(np.float32)
+    for name in "qkv":
+        arrays[name][:, ends[-1] :] = 1e30  # belongs to nothing
+    out = np.full(arrays["v"].shape, np.nan, np.float32)
+    y, state = check(
+        rule, FUNCTION[rule], arrays, "float32", what=f"{ends}", cu_seqlens=ends, out=out
+    )
+    assert not y[:, ends[-1] :].any()
+    for n, (a, b) in enumerate(itertools.pairwise(ends)):
+        alone = {m: x[:, a:b] for m, x in arrays.items() if m != "initial_state"}
+        initial = arrays["initial_state"][n : n + 1]
+        own_y, own_state = FUNCTION[rule](**alone, initial_state=initial, return_state=True)
+        assert_close(y[:, a:b], own_y, 1e-6, f"sequence {n} y")
+        assert_close(state[n : n + 1], own_state, 1e-6, f"sequence {n} state")
+
+
+@both_rules
+def test_very_many_short_sequences(rule, rng):
+    count = 65600
+    q, k, v = (rng.standard_normal((1, count, 1, 4)).astype(np.float32) for _ in "qkv")
+    beta = rng.random((1, count, 1)).astype(np.float32)
+    y, state = FUNCTION[rule](
+        q, k, v, beta=beta, cu_seqlens=np.arange(count + 1), return_state=True
+    )
+    write = (beta[..., None] * k).astype(np.float64)
+    assert_close(y, (q * write).sum(-1, keepdims=True) * v, 1e-6, "y")
+    assert_close(state, write[0, :, :, :, None] * v[0, :, :, None], 1e-6, "state")
+
+
+# --- layouts
+
+
+def layouts(x: np.ndarray) -> dict[str, np.ndarray]:
+    """The same values behind other strides."""
+    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 1), x.dtype)
+    wide[..., 1::2] = x
+    readonly = x.copy()
+    readonly.flags.writeable = False
+    order = (1, 2, 0, *range(3, x.ndim))
+    return {
+        "transposed": np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order)),
+        "reversed": np.ascontiguousarray(x[:, ::-1])[:, ::-1],
+        "reversed in the last axis": np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+        "every other": wide[..., 1::2],
+        "column major": np.asfortranarray(x),
+        "readonly": readonly,
+    }
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", list(layouts(np.zeros((1, 1, 1, 1)))))
+def test_strides(rule, dtype, layout, rng):
+    arrays = problem(rng, dtype, B=2, T=2 * C + 1, H=4, Hq=2, K=8, V=12)
+    plain = FUNCTION[rule](**arrays, return_state=True)
+    views = {name: layouts(x)[layout] for name, x in arrays.items()}
+    before = {name: x.tobytes() for name, x in views.items()}
+    out = layouts(np.full(arrays["v"].shape, np.nan, arrays["v"].dtype))[layout]
+    out = out if out.flags.writeable else None
+    y, state = FUNCTION[rule](**views, return_state=True, out=out)
+    assert_close(y, host(plain[0]), 1e-6 if dtype == "float32" else 4e-3, f"{layout} y")
+    assert_close(state, host(plain[1]), 1e-6, f"{layout} state")
+    assert before == {name: x.tobytes() for name, x in views.items()}
+
+
+@both_rules
+@pytest.mark.parametrize("T", [3 * C, 3 * C + 5])
+def test_out_inside_a_larger_array(rule, T, rng):
+    arrays = problem(rng, B=2, T=T, H=3, K=8, V=12)
+    expected = FUNCTION[rule](**arrays)
+    room = np.full((2, T + 2, 5, 20), np.nan, np.float32)
+    out = room[:, 1:-1, 1:4, 3:15]
+    assert FUNCTION[rule](**arrays, out=out) is out
+    assert_close(out, expected, 1e-6, "y")
+    assert np.isnan(room).sum() == room.size - out.size
+
+
+@both_rules
+def test_broadcast_inputs(rule, rng):
+    arrays = problem(rng, B=1, T=70, H=1)
+    arrays = {n: np.broadcast_to(x, (3, *x.shape[1:])) for n, x in arrays.items()}
+    y, _ = check(rule, FUNCTION[rule], arrays, "float32", what="broadcast")
+    assert same_bits(y[0], y[2])
+
+
+# --- promises
+
+
+@both_rules
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "beta"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_stays_where_it_belongs(rule, name, value, rng, small_segments):
+    T, at = 7 * C + 3, 4 * C + 5
+    arrays = problem(rng, B=3, T=T, H=4, K=8, V=8)
+    y, state = FUNCTION[rule](**arrays, return_state=True)
+    arrays[name][1, at, 2] = value
+    bad_y, bad_state = FUNCTION[rule](**arrays, return_state=True)
+    assert not np.isfinite(bad_y[1, at:, 2]).all()
+    first = at // C * C
+    assert same_bits(bad_y[1, :first, 2], y[1, :first, 2])
+    bad_y[1, :, 2], bad_state[1, 2] = y[1, :, 2], state[1, 2]
+    assert same_bits(bad_y, y)
+    assert same_bits(bad_state, state)
+
+
+@both_rules
+def test_nan_stays_in_its_packed_sequence(rule, rng):
+    ends = [0, 3, 6, 40, 41, 75, 140]
+    arrays = problem(rng, T=150, H=2, state=False)
+    y = FUNCTION[rule](**arrays, cu_seqlens=ends)
+    for name in "qkv":
+        arrays[name][:, [4, 60, 145]] = np.nan
+    bad = FUNCTION[rule](**arrays, cu_seqlens=ends)
+    for a, b in ((0, 3), (6, 41), (75, 140), (140, 150)):
+        assert same_bits(bad[:, a:b], y[:, a:b])
+    assert np.isnan(bad[:, 4:6]).all()
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", [0, 1, C // 2, C - 1, C, C + 7])
+def test_gate_zero_forgets_exactly(rule, dtype, at, rng):
+    arrays = problem(rng, dtype, B=2, T=2 * C, K=16, V=16)
+    arrays["gate"][:, at] = 0
+    y, state = FUNCTION[rule](**arrays, return_state=True)
+    for name in "qkv":
+        arrays[name][:, :at] = rng.standard_normal(arrays[name][:, :at].shape)
+    arrays["initial_state"] += 1
+    other = FUNCTION[rule](**arrays, return_state=True)
+    assert np.array_equal(host(y[:, at:]), host(other[0][:, at:]))
+    assert np.array_equal(state, other[1])
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", [1, 5, C - 1, C, C + 1, 100])
+def test_split_anywhere(rule, dtype, at, rng):
+    arrays = problem(rng, dtype, B=2, T=150)
+    y, state = FUNCTION[rule](**arrays, return_state=True)
+    carried, parts = arrays.pop("initial_state"), []
+    for some in (slice(0, at), slice(at, None)):
+        piece = {n: x[:, some] for n, x in arrays.items()}
+        part, carried = FUNCTION[rule](**piece, initial_state=carried, return_state=True)
+        parts.append(part)
+    tolerance = accuracy.TOLERANCE[rule, dtype]
+    assert_close(np.concatenate(parts, 1), host(y), tolerance, "y")
+    state_dtype = "float64" if dtype == "float64" else "float32"
+    assert_close(carried, state, accuracy.TOLERANCE[rule, state_dtype], "state")
+
+
+@both_rules
+def test_same_bits_again_and_with_other_neighbours(rule, rng, small_segments, monkeypatch):
+    arrays = problem(rng, B=3, T=10 * C, H=4)
+    y, state = FUNCTION[rule](**arrays, return_state=True)
+    for threads in ("1", "2", "3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        again = FUNCTION[rule](**arrays, return_state=True)
+        assert same_bits(y, again[0])
+        assert same_bits(state, again[1])
+    for x in arrays.values():
+        x[[0, 2]] = rng.standard_normal(x[[0, 2]].shape)
+    other = FUNCTION[rule](**arrays, return_state=True)
+    assert same_bits(y[1], other[0][1])
+    assert same_bits(state[1], other[1][1])
+
+
+@both_rules
+def test_float16_overflow_is_silent(rule, rng):
+    arrays = problem(rng, "float16", T=100, gate="one")
+    arrays["v"] *= np.float16(1000)
+    expected_y, expected_state = REFERENCE[rule](
+        **{n: host(x) for n, x in arrays.items()}, scale=1e3
+    )
+    y, state = FUNCTION[rule](**arrays, return_state=True, scale=1e3)
+    assert np.array_equal(np.isinf(y), np.abs(expected_y) >= 65520)
+    assert_close(state, expected_state, accuracy.TOLERANCE[rule, "float32"], "state")
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_does_not_grow_with_time(rule, dtype, rng, monkeypatch):
+    monkeypatch.setattr(blocks, "BYTES", 1 << 20)
+
+    def peak(T: int) -> int:
+        x = np.zeros((1, T, 4, 16), numpy_dtype(dtype))
+        gate, out = np.ones((1, T, 4), np.float32), np.empty_like(x)
+        tracemalloc.start()
+        FUNCTION[rule](x, x, x, gate, gate, out=out)
+        size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return size
+
+    FUNCTION[rule](*(np.zeros((1, 9, 4, 16), numpy_dtype(dtype)) for _ in "qkv"))
+    short = peak(8192)
+    assert peak(65536) < 1.2 * short + 100_000
