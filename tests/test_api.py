@@ -320,3 +320,50 @@ def test_same_bits_every_time(backend, rule, dtype, rng):
         again = FUNCTIONS[rule](**p, return_state=True)
         assert equal(again[0], first[0])
         assert equal(again[1], first[1])
+
+
+# NaN and Inf
+
+
+@RULES
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "beta", "initial_state"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_nan_stays_in_its_sequence_and_head(backend, rule, name, bad, dtype, rng):
+    """It shows in what depends on it, and reaches nobody else nor an earlier chunk."""
+    p = problem(rng, B=3, T=200, H=3, K=8, V=8)
+    p["initial_state"] = states(rng, p)
+    clean = FUNCTIONS[rule](**backend.arrays(p, dtype), return_state=True)
+    spoiled = {n: x.copy() for n, x in p.items()}
+    spoiled[name][(1, 150, 2) if name != "initial_state" else (1, 2)] = bad
+    got = FUNCTIONS[rule](**backend.arrays(spoiled, dtype), return_state=True)
+    (y, state), (other_y, other_state) = ([host(x) for x in pair] for pair in (got, clean))
+    mine = np.zeros((3, 200, 3), bool)
+    mine[1, 0 if name == "initial_state" else 128 :, 2] = True
+    assert np.array_equal(y[~mine], other_y[~mine])
+    rows = np.ones((3, 3), bool)
+    rows[1, 2] = False
+    assert np.array_equal(state[rows], other_state[rows])
+    t = 0 if name == "initial_state" else 150
+    assert not np.isfinite(y[1, t, 2]).all()
+    if name == "q":
+        assert np.array_equal(state, other_state)
+    else:
+        assert not np.isfinite(state[1, 2]).all()
+        assert not np.isfinite(y[1, -1, 2]).all()
+
+
+@RULES
+def test_a_nan_stays_in_its_packed_sequence(backend, rule, rng):
+    p = problem(rng, B=1, T=200, K=8, V=8)
+    starts = [0, 50, 100, 101, 200]
+    clean = FUNCTIONS[rule](**backend.arrays(p, "float32"), cu_seqlens=starts, return_state=True)
+    for n in (1, 2):
+        spoiled = p | {"v": p["v"].copy()}
+        spoiled["v"][:, starts[n] : starts[n + 1]] = np.nan
+        arrays = backend.arrays(spoiled, "float32")
+        y, state = FUNCTIONS[rule](**arrays, cu_seqlens=starts, return_state=True)
+        others = np.r_[0 : starts[n], starts[n + 1] : 200]
+        assert np.array_equal(host(y)[:, others], host(clean[0])[:, others])
+        assert np.array_equal(np.delete(host(state), n, 0), np.delete(host(clean[1]), n, 0))
+        assert np.isnan(host(y)[:, starts[n]]).all()

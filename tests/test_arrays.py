@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import numpy as np
 import pytest
 from compare import host
+from conftest import python
 
 import cupy_gdelta
 from cupy_gdelta import accuracy, arrays
@@ -19,21 +15,6 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def problem(rng, **sizes):
     return accuracy.inputs(rng, **{"B": 2, "T": 7, "H": 2, "K": 4, "V": 3} | sizes)
-
-
-def python(code: str, **environment):
-    """Run ``code`` in a fresh interpreter; its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
 
 
 # NumPy
@@ -238,8 +219,8 @@ def test_results_come_in_the_family_device_and_dtype_of_the_inputs(family, dtype
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
-def test_inputs_of_negative_strides_give_results_of_positive_ones(family, axis, rng):
-    """X04: flip every argument along an axis, and hand y on through DLPack."""
+def test_X04_negative_strides_in_positive_strides_out(family, axis, rng):
+    """Negative strides were handed on to a library that aborts on them (cupy/cupy#10172, #5665)."""
     p = problem(rng)
     flipped = {n: np.flip(x, axis).copy() if axis < x.ndim else x for n, x in p.items()}
     expected = cupy_gdelta.gated_delta_rule(**flipped)
@@ -258,7 +239,8 @@ def test_inputs_of_negative_strides_give_results_of_positive_ones(family, axis, 
 # processes
 
 
-def test_import_touches_neither_libraries_nor_devices():
+def test_E04_import_touches_neither_libraries_nor_devices():
+    """An import that starts CUDA breaks forked children (cupy PR#3341, inducer/pycuda#137)."""
     code = """
         import sys
         import cupy_gdelta
@@ -267,8 +249,8 @@ def test_import_touches_neither_libraries_nor_devices():
     assert python(code) == "set()\n"
 
 
-def test_a_forked_child_computes():
-    """E04: fork after the import, and after a first call."""
+def test_E04_a_forked_child_computes():
+    """Fork after the import, and after a first call."""
     code = """
         import os
         import numpy as np
@@ -289,7 +271,7 @@ def test_a_forked_child_computes():
 
 
 @pytest.mark.gpu
-def test_a_forked_child_computes_where_the_parent_only_imported_cupy():
+def test_E04_a_forked_child_computes_where_the_parent_only_imported_cupy():
     code = """
         import os
         import cupy

@@ -55,7 +55,8 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("offsets", "kind", "text"), REFUSALS)
-def test_refusal(offsets, kind, text):
+def test_V03_refusal(offsets, kind, text):
+    """Bad offsets were taken silently (flash-linear-attention-npu#641, vllm-ascend PR#14192)."""
     for name in ("gated_linear_attention", "gated_delta_rule"):
         out = np.full((1, T, H, V), 7, "float32")
         with pytest.raises(kind, match=f"^{name}: cu_seqlens {re.escape(text)}"):
@@ -63,13 +64,13 @@ def test_refusal(offsets, kind, text):
         assert (out == 7).all()
 
 
-def test_a_batch_is_refused():
+def test_V03_a_batch_is_refused():
     text = "cu_seqlens must come with B = 1, sequences packed along T; got B = 2"
     with pytest.raises(ValueError, match=text):
         cupy_gdelta.gated_delta_rule(**packed(B=2), cu_seqlens=GOOD)
 
 
-def test_one_state_for_each_sequence():
+def test_V03_one_state_for_each_sequence():
     states = np.zeros((2, H, K, V), "float32")
     text = r"initial_state .* with N, H, K, V = 3, 2, 4, 3; got \(2, 2, 4, 3\)"
     with pytest.raises(ValueError, match=text):
@@ -88,7 +89,7 @@ def kinds():
     yield from (strict.asarray(GOOD), strict.asarray(GOOD, dtype=strict.int16))
 
 
-def test_every_kind_gives_one_answer():
+def test_V03_every_kind_gives_one_answer():
     y, state = cupy_gdelta.gated_delta_rule(**packed(), cu_seqlens=GOOD, return_state=True)
     assert np.isfinite(y).all()
     for offsets in kinds():

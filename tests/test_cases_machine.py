@@ -1,0 +1,427 @@
+"""Reported faults (see test_cases.py): torch, streams, threads, processes, graphs, caches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compare import assert_close, check, host
+from conftest import GPU_FAMILIES, Family, python
+
+import cupy_gdelta
+from cupy_gdelta import accuracy
+
+FUNCTIONS = {
+    "linear": cupy_gdelta.gated_linear_attention,
+    "delta": cupy_gdelta.gated_delta_rule,
+}
+RULES = pytest.mark.parametrize("rule", FUNCTIONS)
+TORCH = pytest.mark.parametrize("name", ["torch", GPU_FAMILIES[1]])
+GPU = pytest.mark.parametrize("name", GPU_FAMILIES)
+
+
+def problem(rng, **sizes):
+    return accuracy.inputs(rng, **{"B": 2, "T": 130, "H": 2, "K": 24, "V": 24} | sizes)
+
+
+# torch
+
+
+@TORCH
+@RULES
+def test_X01_a_tensor_that_requires_grad(name, rule, rng):
+    """Such a tensor cannot be exported, or comes back without its gradient (cupy/cupy#7144)."""
+    torch = pytest.importorskip("torch")
+    function, p = FUNCTIONS[rule], Family(name).arrays(problem(rng), "float32")
+    expected = function(**p)
+    for argument in p:
+        for x in (p[argument].clone().requires_grad_(), torch.nn.Parameter(p[argument])):
+            with pytest.raises(TypeError) as caught:
+                function(**p | {argument: x})
+            text = str(caught.value)
+            assert text.startswith(f"{function.__name__}: {argument} must not require grad")
+            assert f"{argument}.detach()" in text
+            assert "torch.no_grad()" in text
+            with torch.no_grad():
+                y = function(**p | {argument: x})
+            assert torch.equal(y, expected)
+            assert not y.requires_grad
+            assert torch.equal(function(**p | {argument: x.detach()}), expected)
+
+    class Mine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, v):
+            return function(**p | {"v": v})
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    y = Mine.apply(p["v"].clone().requires_grad_())
+    assert torch.equal(y, expected)
+    assert y.requires_grad
+    out = torch.zeros_like(expected).requires_grad_()
+    with pytest.raises(ValueError, match="out must not require grad"):
+        function(**p, out=out)
+
+
+@TORCH
+@pytest.mark.parametrize("absent", [False, True])
+def test_X02_bfloat16_with_and_without_ml_dtypes(name, absent):
+    """bfloat16 through DLPack crashed, or was no known type (cupy/cupy#8801, #7527, #9480)."""
+    pytest.importorskip("torch")
+    code = f"""
+        import sys
+        if {absent}:
+            sys.modules["ml_dtypes"] = None
+        import torch
+        import cupy_gdelta
+
+        x = torch.ones(1, 3, 1, 4, dtype=torch.bfloat16, device={name[6:] or "cpu"!r}) / 2
+        gate = torch.ones(1, 3, 1, device=x.device)
+        try:
+            y = cupy_gdelta.gated_linear_attention(x, x, x, gate)
+        except (ImportError, TypeError) as error:
+            print(error)
+        else:
+            assert y.dtype == torch.bfloat16 and y.device == x.device
+            print(y[0, :, 0, 0].tolist())
+    """
+    assert python(code) == "[0.5, 1.0, 1.5]\n"
+
+
+# streams, threads and devices
+
+
+@GPU
+@RULES
+def test_X03_data_made_on_the_callers_stream(name, rule, rng):
+    """The kernel ran on stream 0, before the data was there (cudnn-frontend PR#483)."""
+    import cupy
+
+    family = Family(name)
+    p = family.arrays(problem(rng), "float32")
+    fresh, y, function = p["q"] + 0, None, FUNCTIONS[rule]
+    expected = host(function(**p, return_state=True)[0])  # and everything is compiled
+    code = 'extern "C" __global__ void spin(long long n) {\n'
+    code += "long long start = clock64(); while (clock64() - start < n) {} }"
+    spin = cupy.RawKernel(code, "spin")
+    if name == "cupy":
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    else:
+        torch = pytest.importorskip("torch")
+        streams = [torch.cuda.Stream() for _ in range(2)]
+    for i in range(20):
+        p["q"][...] = float("nan")
+        cupy.cuda.Device().synchronize()
+        stream = streams[i % 2]
+        if name == "cupy":
+            with stream:
+                spin((1,), (1,), (np.int64(20_000_000),))
+                p["q"][...] = fresh
+                y = function(**p).get(stream=stream)
+        else:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+                p["q"].copy_(fresh)
+                y = function(**p).cpu()
+        assert np.array_equal(host(y), expected), f"call {i}"
+
+
+@RULES
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_X06_threads(rule, streams, rng):
+    """Threads shared what belonged to one of them (cupy/cupy#5069, triton#11494)."""
+    family = Family("cupy" if streams else "numpy")
+    problems = [family.arrays(problem(rng, T=100 + i), "float32") for i in range(8)]
+    expected = [FUNCTIONS[rule](**p) for p in problems]
+    barrier = threading.Barrier(8)
+
+    def work(p):
+        barrier.wait()
+        if not streams:
+            return [FUNCTIONS[rule](**p) for _ in range(10)]
+        import cupy
+
+        cupy.cuda.Device().synchronize()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            ys = [FUNCTIONS[rule](**p) for _ in range(10)]
+            stream.synchronize()
+        return ys
+
+    with ThreadPoolExecutor(8) as pool:
+        for ys, y in zip(pool.map(work, problems), expected, strict=True):
+            assert all(np.array_equal(host(x), host(y)) for x in ys)
+
+
+@pytest.mark.gpu
+def test_X06_threads_with_streams_of_their_own_and_a_cold_cache(tmp_path):
+    code = """
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        import cupy
+        import cupy_gdelta
+
+        barrier = threading.Barrier(8)
+
+        def work(i):
+            barrier.wait()
+            x = cupy.full((1, 33, 2, 24), 1 / 8, "float32")
+            y = cupy_gdelta.gated_delta_rule(x, x, x)
+            return y.get().tobytes()
+
+        with ThreadPoolExecutor(8) as pool:
+            print(len(set(pool.map(work, range(8)))))
+    """
+    environment = {"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1", "CUPY_CACHE_DIR": str(tmp_path)}
+    assert python(code, **environment) == "1\n"
+
+
+@pytest.mark.gpu
+@RULES
+def test_M01_arrays_on_a_device_that_is_not_the_current_one(rule, rng):
+    """Wrong numbers, or the caller's current device was changed (cupy/cupy#3193, #5795)."""
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two CUDA devices")
+    p = problem(rng)
+    here = Family("cupy").arrays(p, "float32")
+    with cupy.cuda.Device(1):
+        there = Family("cupy").arrays(p, "float32")
+    y, state = check(rule, FUNCTIONS[rule], there, "float32")
+    assert (y.device.id, state.device.id, cupy.cuda.Device().id) == (1, 1, 0)
+    with cupy.cuda.Device(1):
+        again, _ = check(rule, FUNCTIONS[rule], here, "float32")
+        assert (again.device.id, cupy.cuda.Device().id) == (0, 1)
+    assert np.array_equal(host(y), host(again))
+    with pytest.raises(TypeError, match="v must be a CuPy array on CUDA device 0, as q is; got a"):
+        FUNCTIONS[rule](**here | {"v": there["v"]})
+    assert cupy.cuda.Device().id == 0
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        p = {n: x.to("cuda:1") for n, x in Family("torch").arrays(p, "float32").items()}
+        y, _ = check(rule, FUNCTIONS[rule], p, "float32")
+        assert y.device.index == 1
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@RULES
+@pytest.mark.parametrize("K", [24, 64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_R01_the_same_bits_a_hundred_times(rule, K, dtype, rng):
+    """A missing barrier changed results from run to run (fla#889, fla#945, flash-attention#359)."""
+    p = Family("cupy").arrays(problem(rng, K=K, V=K, H=4, gate="one"), dtype)
+    first = check(rule, FUNCTIONS[rule], p, dtype)
+    for _ in range(100):
+        for a, b in zip(FUNCTIONS[rule](**p, return_state=True), first, strict=True):
+            assert np.array_equal(host(a), host(b))
+
+
+# graphs
+
+
+@pytest.mark.gpu
+@RULES
+@pytest.mark.parametrize("packed", [False, True])
+def test_E01_a_cupy_graph_follows_new_inputs(rule, packed, rng):
+    """Capture failed on a copy to the host, an allocation or stream 0 (Megatron-LM PR#6796)."""
+    import cupy
+
+    family = Family("cupy")
+    p = family.arrays(problem(rng, B=1), "float32")
+    out = cupy.zeros(p["v"].shape, "float32")
+    options = {"cu_seqlens": cupy.array([0, 40, 130])} if packed else {}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        FUNCTIONS[rule](**p, **options, out=out)
+        stream.begin_capture()
+        FUNCTIONS[rule](**p, **options, out=out)
+        graph = stream.end_capture()
+    for i in range(3):
+        new = family.arrays(problem(rng, B=1), "float32")
+        if packed:
+            options["cu_seqlens"][1] = 50 + i
+        cupy.cuda.Device().synchronize()
+        with stream:
+            for name, x in new.items():
+                p[name][...] = x
+            graph.launch(stream)
+        stream.synchronize()
+        y, _ = check(rule, FUNCTIONS[rule], new, "float32", **options)
+        assert np.array_equal(host(out), host(y)), f"replay {i}"
+
+
+@pytest.mark.gpu
+@RULES
+def test_E01_a_torch_graph_follows_new_inputs(rule, rng):
+    torch = pytest.importorskip("torch")
+    family = Family("torch-cuda")
+    p = family.arrays(problem(rng), "bfloat16")
+    FUNCTIONS[rule](**p, return_state=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, state = FUNCTIONS[rule](**p, return_state=True)
+    for i in range(3):
+        new = family.arrays(problem(rng), "bfloat16")
+        for name, x in new.items():
+            p[name].copy_(x)
+        graph.replay()
+        expected = check(rule, FUNCTIONS[rule], new, "bfloat16")
+        assert torch.equal(y, expected[0]), f"replay {i}"
+        assert torch.equal(state, expected[1]), f"replay {i}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["a kernel", "host offsets"])
+def test_E01_what_cannot_be_captured_says_so_and_leaves_the_capture_whole(what, rng):
+    import cupy
+
+    K = 23 if what == "a kernel" else 24
+    p = Family("cupy").arrays(problem(rng, B=1, K=K, V=K), "float32")
+    out, options = cupy.zeros(p["v"].shape, "float32"), {}
+    if what == "host offsets":
+        cupy_gdelta.gated_delta_rule(**p, cu_seqlens=[0, 130], out=out)
+        options = {"cu_seqlens": [0, 7, 8, 31, 130]}
+    code = f"""
+        import cupy
+        import cupy_gdelta
+
+        x = cupy.full((1, 130, 2, {K}), 1 / 8, "float32")
+        out, options = cupy.zeros_like(x), {options}
+        if options:
+            cupy_gdelta.gated_delta_rule(x, x, x, cu_seqlens=[0, 130], out=out)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            try:
+                cupy_gdelta.gated_delta_rule(x, x, x, **options, out=out)
+            except RuntimeError as error:
+                print("call once" in str(error))
+            stream.end_capture()
+            cupy_gdelta.gated_delta_rule(x, x, x, **options, out=out)
+        stream.synchronize()
+        print(bool(cupy.isfinite(out).all()))
+    """
+    assert python(code) == "True\nTrue\n"
+
+
+# the cache of compiled kernels
+
+CALL = """
+    import hashlib
+    import cupy
+    import cupy_gdelta
+
+    x = cupy.full((1, 33, 2, 24), 1 / 8, "float32")
+    x16 = x.astype("float16")
+    y = cupy_gdelta.gated_delta_rule(x, x, x)
+    y16 = cupy_gdelta.gated_linear_attention(x16, x16, x16)
+    print(hashlib.sha256(y.tobytes() + y16.tobytes()).hexdigest())
+"""
+FALLS_BACK = """
+    import warnings
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        {call}
+    texts = [str(w.message) for w in seen if issubclass(w.category, RuntimeWarning)]
+    assert any("kernel cache cannot be used" in text for text in texts), texts
+"""
+
+
+def falls_back(before: str = "") -> str:
+    call = textwrap.indent(textwrap.dedent(before + CALL), "    ").strip()
+    return textwrap.dedent(FALLS_BACK).format(call=call)
+
+
+@pytest.mark.gpu
+def test_E02_processes_that_compile_at_once(tmp_path):
+    """They corrupted the cache, or read half an entry (DeepGEMM#301, NVIDIA/warp#1284)."""
+    environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(CALL)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(8)
+    ]
+    results = {process.communicate(timeout=240)[0] for process in running}
+    assert [process.returncode for process in running] == [0] * 8
+    assert len(results) == 1
+    entries = [x for x in tmp_path.rglob("*") if x.is_file()]
+    assert entries
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+    assert python(CALL, CUPY_CACHE_DIR=str(tmp_path)) in results
+
+
+@pytest.mark.gpu
+def test_E03_a_cache_folder_with_accents_and_no_toolkit(tmp_path):
+    """No CUDA headers or an unusual path: the first compile failed (cupy/cupy#8466, #1807)."""
+    folder = tmp_path / "été à la Noël"
+    path = os.pathsep.join(x for x in os.environ["PATH"].split(os.pathsep) if "cuda" not in x)
+    python(CALL, CUPY_CACHE_DIR=str(folder), CUDA_PATH=None, CUDA_HOME=None, PATH=path)
+    assert any(x.is_file() for x in folder.rglob("*"))
+
+
+@pytest.mark.gpu
+def test_E03_a_home_that_cannot_be_written(tmp_path):
+    python(falls_back(), CUPY_CACHE_DIR=None, HOME="/proc/self", CUDA_CACHE_DISABLE="1")
+
+
+@pytest.mark.gpu
+def test_E05_a_second_process_compiles_nothing(tmp_path):
+    """Compiled kernels were never found again (cupy/cupy#10173)."""
+    first = python(CALL, CUPY_CACHE_DIR=str(tmp_path))
+    times = {x: x.stat().st_mtime_ns for x in tmp_path.rglob("*") if x.is_file()}
+    assert times
+    assert python(CALL, CUPY_CACHE_DIR=str(tmp_path)) == first
+    assert {x: x.stat().st_mtime_ns for x in tmp_path.rglob("*") if x.is_file()} == times
+
+
+@pytest.mark.gpu
+def test_E06_a_cache_that_cannot_be_made(tmp_path):
+    """A cache of another user ended the program (accelerated-computing-hub PR#263)."""
+    blocked = tmp_path / "a file"
+    blocked.write_text("")
+    code = falls_back()
+    assert python(code, CUPY_CACHE_DIR=str(blocked / "cache")) == python(CALL)
+
+
+@pytest.mark.gpu
+def test_E06_a_disk_that_is_full(tmp_path):
+    """So did a full disk (httomo#243); here no file may grow."""
+    full = """
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    """
+    code = falls_back(full)
+    assert python(code, CUPY_CACHE_DIR=str(tmp_path), CUDA_CACHE_DISABLE="1") == python(CALL)
+
+
+def test_the_tests_of_caches_are_themselves_right(tmp_path):
+    """What stands for a full disk and an unwritable home does raise OSError here."""
+    code = """
+        import resource, sys
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        try:
+            with open(sys.argv[1], "w") as f:
+                f.write("x")
+        except OSError:
+            print("full")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "x")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "full\n"
+    with pytest.raises(OSError, match="/proc/self"):
+        Path("/proc/self/.cupy").mkdir()
+    compile(falls_back("    import os\n"), "falls_back", "exec")
+    assert_close(np.ones(1), np.ones(1), 0, "x")
