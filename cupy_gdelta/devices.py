@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .refusal import Refusal
+from .refusal import NO_CUPY, Refusal
 
 CHOICES = ("auto", "numpy", "cupy", "torch")
 
@@ -29,7 +29,7 @@ def why_no_gpu() -> str:
         import cupy
     except ImportError as error:
         if getattr(error, "name", "") == "cupy":
-            return "CuPy is not installed"
+            return NO_CUPY
         return f"CuPy cannot be imported: {first_line(error)}"
     try:
         if not cupy.cuda.runtime.getDeviceCount():

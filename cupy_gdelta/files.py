@@ -2,7 +2,7 @@
 
 Every array of a file is read once, from its beginning to its end, so memory does not grow with T:
 a member of a .npz is read, and decompressed, as a stream (its checksum is verified at the end),
-and a .safetensors is sliced in place. Only cu_seqlens, initial_state and .npz members in Fortran
+and a .safetensors is sliced. Only cu_seqlens, initial_state and .npz members in Fortran
 order are loaded whole.
 """
 
@@ -108,21 +108,33 @@ class _Member(Source):
 
 
 class _Tensor(Source):
-    """A tensor of a .safetensors."""
+    """A tensor of a .safetensors.
 
-    def __init__(self, where: str, file: Any, name: str) -> None:
-        self.where, self._slice = where, file.get_slice(name)
-        self.shape = tuple(self._slice.get_shape())
-        kind = SAFETENSORS.get(self._slice.get_dtype())
+    The library maps the whole file; opening it for each piece lets go of the pages read so far.
+    """
+
+    def __init__(self, where: str, path: Path, name: str) -> None:
+        self.where, self._path, self._name = where, path, name
+        with self._open() as file:
+            header = file.get_slice(name)
+        self.shape, code = tuple(header.get_shape()), header.get_dtype()
+        kind = SAFETENSORS.get(code)
         if kind is None:
-            raise ValueError(f"its dtype is {self._slice.get_dtype()}")
+            raise ValueError(f"its dtype is {code}")
         self.dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind)
 
     def _piece(self, rows: slice, tokens: slice) -> np.ndarray:
-        return self._slice[rows, tokens]
+        with self._open() as file:
+            return file.get_slice(self._name)[rows, tokens]
 
     def _whole(self) -> np.ndarray:
-        return self._slice[:]
+        with self._open() as file:
+            return file.get_tensor(self._name)
+
+    def _open(self) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(self._path, "np")
 
     def finish(self) -> None:
         """Nothing: opening the file has compared its size with its header."""
@@ -146,10 +158,9 @@ def reading(path: Path) -> Iterator[dict[str, Source]]:
             return
         from safetensors import safe_open
 
-        with _damage(str(path)):
-            tensors = safe_open(path, "np")
-        with tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                with _damage(f"{path}: {name}"):
-                    sources[name] = _Tensor(f"{path}: {name}", tensors, name)
-            yield sources
+        with _damage(str(path)), safe_open(path, "np") as tensors:
+            names = list(tensors.keys())
+        for name in names:
+            with _damage(f"{path}: {name}"):
+                sources[name] = _Tensor(f"{path}: {name}", path, name)
+        yield sources

@@ -41,7 +41,7 @@ def rows() -> Iterator[tuple[str, str]]:
     try:
         import cupy
     except ImportError:
-        yield "CuPy", why
+        yield "CuPy", why.removeprefix("CuPy is ")
         return
     yield "CuPy", f"{cupy.__version__}{f', but {why}' if why else ''}"
     yield "CUDA", _cuda(cupy)

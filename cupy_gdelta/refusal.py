@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+NO_CUPY = "CuPy is not installed: pip install 'cupy-gdelta[cuda12]', or [cuda13] for CUDA 13"
 _EXTRAS = {"rich": "cli", "safetensors": "cli", "matplotlib": "plot", "torch": "torch"}
 
 
@@ -15,8 +16,7 @@ def missing(error: ModuleNotFoundError) -> Refusal:
     if name in _EXTRAS:
         return Refusal(f"{name} is not installed: pip install 'cupy-gdelta[{_EXTRAS[name]}]'")
     if name == "cupy":
-        extras = "pip install 'cupy-gdelta[cuda12]', or [cuda13] for a CUDA 13 driver"
-        return Refusal(f"CuPy is not installed: {extras}")
+        return Refusal(NO_CUPY)
     if name == "ml_dtypes":
         return Refusal("bfloat16 needs ml_dtypes: pip install ml_dtypes")
     raise error

@@ -29,7 +29,7 @@ def test_info(capsys, wide):
 def test_info_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     rows = dict(info.rows())
-    assert rows["CuPy"] == "CuPy is not installed"
+    assert rows["CuPy"].startswith("not installed: pip install")
     assert "kernel cache" not in rows
 
 
