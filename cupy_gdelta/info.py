@@ -88,7 +88,7 @@ def _cuda(cupy: Any) -> str:
     try:
         return (
             f"runtime {dotted(runtime.runtimeGetVersion())}, "
-            f"driver for up to {dotted(runtime.driverGetVersion())}"
+            f"driver {dotted(runtime.driverGetVersion())}"
         )
     except Exception as error:  # without a driver CuPy may raise
         return devices.first_line(error)
