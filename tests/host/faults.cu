@@ -88,7 +88,17 @@ enum Fault {
   kAbandoned,
   kLivelock,
   kOtherLocal,
+  kNowhere,
+  kZero,
+  kDeep,
 };
+
+// Needs more stack than a thread has on the CPU.
+__device__ __noinline__ float deep(float x, int n) {
+  volatile float local[256];
+  local[n % 256] = x;
+  return n ? deep(x, n - 1) + local[n % 256] : x;
+}
 
 template <int kFault>
 __global__ void broken(const float* x, float* y, int n) {
@@ -130,6 +140,9 @@ __global__ void broken(const float* x, float* y, int n) {
   if (kFault == kAbandoned && i < 32) __syncwarp(i < 16 ? 0xffffu : all);
   if (kFault == kLivelock)
     while (atomicAdd(&tile[0], 0) == 0) __nanosleep(100);
+  if (kFault == kNowhere) y[i] = x[(long long)n << 34];
+  if (kFault == kZero) y[i] = n / (n - 64);
+  if (kFault == kDeep) y[i] = deep(x[i], 1000);
   if (kFault == kOtherLocal) {
     DYNAMIC_SHARED(float*, shared_pointer);
     float local = x[i];

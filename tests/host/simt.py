@@ -8,14 +8,17 @@ memory raise :class:`Fault` with the place in the source.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as ct
 import functools
 import hashlib
+import math
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ import numpy as np
 
 HERE = Path(__file__).parent
 ORDERS = (0, 1, 2, 3)  # ascending threads, descending, and two seeds of shuffled ones
+KEEP_SECONDS = 7 * 24 * 3600  # that an unused library stays in the cache
+MAX_THREADS, MAX_SHARED = 1024, 227 * 1024  # of a block, on the largest GPUs
 
 _FLAGS = [
     "-std=c++17",
@@ -37,14 +42,12 @@ _FLAGS = [
     "-DSIMT_HOST",
 ]
 _KERNEL_FLAGS = [
-    "-gdwarf-4",
+    "-gdwarf-4",  # addr2line mixes up the files of version 5
     "-fno-exceptions",
     "-fno-strict-aliasing",
-    "-Wall",
-    "-Wno-unknown-pragmas",
 ]
 _CHECK_FLAGS = ["-fsanitize=thread", "-fsanitize=alignment,bounds,shift,signed-integer-overflow"]
-_RUNTIME = ("simt", "twins", "check")
+_RUNTIME = ("simt", "signals", "twins", "check")
 
 
 class Fault(RuntimeError):
@@ -114,8 +117,8 @@ class Kernels:
         grid, block : numbers of blocks and threads, up to three of each.
         smem : bytes of dynamic shared memory, filled with NaN.
         args : one NumPy scalar or structured scalar per parameter; an array stands for its address.
-        order : 0 runs threads in ascending order, 1 in descending order, any other number is the
-            seed of a random order.
+        order : 0 runs blocks and threads in ascending order, 1 in descending order, any other
+            number is the seed of a random order.
         check : follow every access to memory.
         reads, writes : with ``check``, all global memory the kernel may only read, or also write.
             Without either, accesses to global memory are not checked.
@@ -128,9 +131,11 @@ class Kernels:
         named = [(n, x, False) for n, x in (reads or {}).items()]
         named += [(n, x, True) for n, x in (writes or {}).items()]
         regions = (_Region * len(named))(*(_region(*entry) for entry in named))
+        sizes = _triple(grid), _triple(block)
+        if not 1 <= math.prod(sizes[1]) <= MAX_THREADS or 0 in sizes[0] or smem > MAX_SHARED:
+            raise ValueError(f"cannot launch {grid} blocks of {block} threads with {smem} bytes")
         what = _Launch(
-            _triple(grid),
-            _triple(block),
+            *sizes,
             smem,
             order,
             (1 | uninitialised << 1) if check else 0,
@@ -194,7 +199,7 @@ def _places(message: str, library: str) -> str:
 @functools.cache
 def compiler() -> str | None:
     """g++, or None where there is none."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+    return shutil.which("g++")
 
 
 @functools.cache
@@ -215,6 +220,10 @@ def _cache() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to somebody else")
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and time.time() - path.stat().st_mtime > KEEP_SECONDS:
+                path.unlink()
     return folder
 
 
@@ -234,7 +243,9 @@ def _compile(command: list[str], suffix: str, *parts: str) -> Path:
     """What ``command`` makes, from the cache if it was made before; parallel processes may meet."""
     digest = hashlib.sha256("\0".join((*command, *parts, _machine())).encode()).hexdigest()[:24]
     target = _cache() / f"{digest}{suffix}"
-    if not target.exists():
+    if target.exists():
+        target.touch()
+    else:
         with tempfile.TemporaryDirectory(dir=_cache()) as scratch:
             made = Path(scratch) / target.name
             full = [str(compiler()), *command, "-o", str(made)]
@@ -252,7 +263,7 @@ def _library(
     objects = []
     for stem in _RUNTIME:
         path = HERE / f"{stem}.cpp"
-        command = [*_FLAGS, "-Wall", "-Wextra", "-c", str(path)]
+        command = [*_FLAGS, "-c", str(path)]
         objects.append(_compile(command, ".o", *_texts(path, {}).values()))
     wrapper = f'#include "simt.h"\n#include "{source}"\n#include "entry.h"\n' + "".join(
         f"SIMT_ENTRY({i}, {expression})\n" for i, expression in enumerate(expressions)

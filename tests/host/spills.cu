@@ -31,7 +31,6 @@ __device__ __noinline__ float pick(const float* x, int n) {
 }
 __global__ void calls(float* x, int n) { x[threadIdx.x] = pick(x, n) + pick(x + 16, n); }
 
-
 // Uses 1 KB of static shared memory, and no local memory.
 __global__ void shares(float* x) {
   __shared__ float tile[256];
