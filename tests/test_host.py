@@ -52,6 +52,7 @@ FAULTS = simt.Kernels(
         *(f"reverse<{s}>" for s in ("true", "false")),
         *(f"reverse_warp<{o}>" for o in ("kNone", "kShuffle", "kSyncWarp")),
         *(f"reverse_async<{o}>" for o in ("true, true", "true, false", "false, true")),
+        *(f"broadcast<{s}>" for s in ("true", "false")),
         *(f"pipeline<{f}>" for f in ("true", "false")),
         *(f"sum_blocks<{a}>" for a in ("true", "false")),
         *(f"broken<{f}>" for f in ("kRight", *BROKEN)),
@@ -97,6 +98,7 @@ def test_right_kernels_run_in_every_order(order, check, x):
     np.testing.assert_array_equal(y.reshape(2, 96), x.reshape(2, 96)[:, ::-1])
     y = run(FAULTS, "reverse_warp<kSyncWarp>", 1, 32, 0, x, np.zeros(32, np.float32), **how)
     np.testing.assert_array_equal(y, x[31::-1])
+    assert (run(FAULTS, "broadcast<true>", 1, 96, 192, x, np.zeros(96, "f4"), **how) == x[5]).all()
     args = x, np.zeros(192, np.float32), np.int32(0)
     run(FAULTS, "reverse_async<true, true>", 1, 48, 768, *args, **how)
     np.testing.assert_array_equal(args[1], x[::-1])
@@ -131,6 +133,12 @@ def test_missing_syncwarp(between, order, x):
     text = fault(name, 1, 32, 0, x, np.zeros(32, np.float32), order=order, uninitialised=False)
     assert "race: " in text
     assert "static shared memory" in text
+
+
+@pytest.mark.parametrize("order", simt.ORDERS)
+def test_write_before_other_warps_have_read(order, x):
+    text = fault("broadcast<false>", 1, 96, 192, x, np.zeros(96, np.float32), order=order)
+    assert re.search(r"race: .* 2 bytes at offset 10 of dynamic shared memory", text)
 
 
 def test_missing_wait_for_an_asynchronous_copy(x):

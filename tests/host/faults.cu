@@ -22,7 +22,22 @@ __global__ void reverse_warp(const float* x, float* y) {
   y[threadIdx.x] = tile[31 - threadIdx.x];
 }
 
-// The same through cp.async.
+// Every thread reads what one of them writes afterwards. Neighbours write halves of one 4-byte
+// word, which is no race.
+template <bool kSync>
+__global__ void broadcast(const float* x, float* y) {
+  DYNAMIC_SHARED(unsigned short, tile);
+  tile[threadIdx.x] = float_to_half_bits(x[threadIdx.x]);
+  __syncthreads();
+  y[threadIdx.x] = half_bits_to_float(tile[5]);
+  if (kSync)
+    __syncthreads();
+  else
+    __syncwarp();
+  if (threadIdx.x == 0) tile[5] = 0;
+}
+
+// Reverses through cp.async.
 template <bool kWait, bool kSync>
 __global__ void reverse_async(const float* x, float* y, int shift) {
   DYNAMIC_SHARED(float, tile);
