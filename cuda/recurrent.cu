@@ -113,9 +113,10 @@ struct Tile {
 };
 
 // grid: any number of blocks; N * H * ceil(V / kBlockCols) items are dealt out in turns.
-// block: kThreads. Warps from kWarps on only help to fetch.
+// block: kThreads. Warps from kWarps on only help to fetch. q, k and v are read kWide numbers at
+// once: their addresses and strides are whole multiples of that.
 template <class In, class State, int kRule, bool kNormalise, int K, int V, int kRows, int kCols,
-          int kWarps, int kThreads, int kTokens>
+          int kWarps, int kThreads, int kTokens, int kWide>
 __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) {
   static_assert(kRows >= 1 && kRows <= 32 && (kRows & (kRows - 1)) == 0, "rows over 2^n lanes");
   static_assert(kThreads >= 32 * kWarps && kThreads % 32 == 0, "whole warps, computing ones first");
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
   constexpr int kWarpCols = 32 / kRows * kCols, kBlockCols = kWarps * kWarpCols;
   constexpr int kColBlocks = (V + kBlockCols - 1) / kBlockCols;
   constexpr int kShare = kGroup * kCols > kRows ? kGroup * kCols / kRows : 1;
-  using Tokens = Fetch<In, State, K, Map::kPadded, kBlockCols, kTokens, kThreads>;
+  using Tokens = Fetch<In, State, K, Map::kPadded, kBlockCols, kTokens, kThreads, kWide>;
   using Slot = typename Tokens::Slot;
 
   DYNAMIC_SHARED(State, shared);                                                // two slots
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
           for (int t = 0; t < kGroup; t++)
             tile.step(slot.q(g + t), slot.k(g + t), slot.v(g + t) + warp_col, slot.gate_beta(g + t),
                       lane_row, out + t * kCols);
-          const int first = share_sums<kRows>(out, lane_row);
+          const int first = share_sums<kRows, kGroup * kCols>(out, lane_row);
 #pragma unroll
           for (int i = 0; i < kShare; i++) {
             const int t = g + (first + i) / kCols, col = warp_col + (first + i) % kCols;

@@ -1,12 +1,7 @@
 // How the K rows of a column of the state are laid over kRows neighbouring lanes, and sums over
 // them.
 #pragma once
-#include "ptx.cuh"
-
-template <class T, int n>
-struct alignas(sizeof(T) * n) Run {
-  T x[n];
-};
+#include "types.cuh"
 
 // Rows go to lanes in runs of kRun neighbours, so that the lanes of a column read kRows * kRun
 // consecutive numbers of k or q at once, as vectors where the run allows.
@@ -43,24 +38,23 @@ __device__ __forceinline__ T sum_rows(T x) {
 
 // The same for n values at once, in fewer steps: a lane is left with the sums of its own share of
 // them, max(1, n / kRows) values from the returned index on, in x[0] and after. Lanes from n on
-// hold what lower ones hold.
-template <int kRows, int n, class T>
-__device__ __forceinline__ int share_sums(T (&x)[n], int lane_row) {
-  int count = n, first = 0;
+// hold what lower ones hold. In each step a lane keeps half of its values and hands on the other
+// half.
+template <int kRows, int n, int kStep = 1, class T>
+__device__ __forceinline__ int share_sums(T* x, int lane_row) {
+  if constexpr (kStep >= kRows) {
+    return 0;
+  } else if constexpr (n == 1) {
+    x[0] += __shfl_xor_sync(0xffffffffu, x[0], kStep);
+    return share_sums<kRows, 1, 2 * kStep>(x, lane_row);
+  } else {
+    constexpr int kHalf = n / 2;
+    const bool upper = lane_row & kStep;
 #pragma unroll
-  for (int step = 1; step < kRows; step *= 2) {
-    if (count == 1) {
-      x[0] += __shfl_xor_sync(0xffffffffu, x[0], step);
-      continue;
+    for (int i = 0; i < kHalf; i++) {
+      const T mine = upper ? x[kHalf + i] : x[i], theirs = upper ? x[i] : x[kHalf + i];
+      x[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, kStep);
     }
-    count /= 2;
-    const bool upper = lane_row & step;
-#pragma unroll
-    for (int i = 0; i < count; i++) {
-      const T mine = upper ? x[count + i] : x[i], theirs = upper ? x[i] : x[count + i];
-      x[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, step);
-    }
-    if (upper) first += count;
+    return (upper ? kHalf : 0) + share_sums<kRows, kHalf, 2 * kStep>(x, lane_row);
   }
-  return first;
 }

@@ -61,15 +61,18 @@ struct TokenSlot {
   }
 };
 
-// What one of kThreads threads carries. Past the last token: gate 1, beta 0 and zeros, which leave
-// the state as it is.
-template <class In, class State, int K, int kPaddedK, int kCols, int kTokens, int kThreads>
+// What one of kThreads threads carries, kWide neighbours of a row at a time. Past the last token:
+// gate 1, beta 0 and zeros, which leave the state as it is.
+template <class In, class State, int K, int kPaddedK, int kCols, int kTokens, int kThreads,
+          int kWide>
 struct Fetch {
   using Slot = TokenSlot<State, kPaddedK, kCols, kTokens>;
-  static constexpr int kOfK = (kTokens * K + kThreads - 1) / kThreads;
-  static constexpr int kOfV = (kTokens * kCols + kThreads - 1) / kThreads;
+  static constexpr int kKRuns = K / kWide, kVRuns = kCols / kWide;  // in a row
+  static constexpr int kOfK = (kTokens * kKRuns + kThreads - 1) / kThreads;
+  static constexpr int kOfV = (kTokens * kVRuns + kThreads - 1) / kThreads;
   static_assert(kTokens <= kThreads, "one thread fetches gate and beta of one token");
-  In q[kOfK], k[kOfK], v[kOfV];
+  static_assert(K % kWide == 0 && kCols % kWide == 0, "rows are whole runs");
+  Run<In, kWide> q[kOfK], k[kOfK], v[kOfV];
   Scalar<In> gate, beta;
   int tokens;
 
@@ -78,15 +81,14 @@ struct Fetch {
     const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kOfK; i++) {
-      const int e = i * kThreads + thread, t = e / K;
-      const bool real = t < tokens;
-      q[i] = real ? from.q[t * from.q_stride + e % K] : In{};
-      k[i] = real ? from.k[t * from.k_stride + e % K] : In{};
+      const int e = i * kThreads + thread, t = e / kKRuns, at = e % kKRuns * kWide;
+      q[i] = fetch(from.q + t * from.q_stride + at, t < tokens);
+      k[i] = fetch(from.k + t * from.k_stride + at, t < tokens);
     }
 #pragma unroll
     for (int i = 0; i < kOfV; i++) {
-      const int e = i * kThreads + thread, t = e / kCols, c = e % kCols;
-      v[i] = t < tokens && c < cols ? from.v[t * from.v_stride + c] : In{};
+      const int e = i * kThreads + thread, t = e / kVRuns, at = e % kVRuns * kWide;
+      v[i] = fetch(from.v + t * from.v_stride + at, t < tokens && at < cols);
     }
     if (thread < tokens) {
       gate.load(from.gate, from.gate_at + thread * from.gate_stride, from.gate_kind);
@@ -98,21 +100,40 @@ struct Fetch {
     const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kOfK; i++) {
-      const int e = i * kThreads + thread;
-      if (e < kTokens * K) {
-        slot.q(e / K)[e % K] = widen<State>(q[i]);
-        slot.k(e / K)[e % K] = widen<State>(k[i]);
+      const int e = i * kThreads + thread, t = e / kKRuns, at = e % kKRuns * kWide;
+      if (t < kTokens) {
+        put<kPaddedK>(slot.q(t) + at, q[i]);
+        put<kPaddedK>(slot.k(t) + at, k[i]);
       }
     }
 #pragma unroll
     for (int i = 0; i < kOfV; i++) {
-      const int e = i * kThreads + thread;
-      if (e < kTokens * kCols) slot.v(0)[e] = widen<State>(v[i]);
+      const int e = i * kThreads + thread, t = e / kVRuns, at = e % kVRuns * kWide;
+      if (t < kTokens) put<kCols>(slot.v(t) + at, v[i]);
     }
     if (thread < kTokens) {
       const bool real = thread < tokens;
       slot.gate_beta(thread)[0] = real ? gate.template value<State>(from.gate_kind) : State(1);
       slot.gate_beta(thread)[1] = real ? beta.template value<State>(from.beta_kind) : State(0);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ Run<In, kWide> fetch(const In* at, bool real) {
+    return real ? *reinterpret_cast<const Run<In, kWide>*>(at) : Run<In, kWide>{};
+  }
+
+  // Into a row of kRow numbers, in vectors as wide as its alignment allows.
+  template <int kRow>
+  static __device__ __forceinline__ void put(State* to, const Run<In, kWide>& run) {
+    constexpr int kVector = 16 / sizeof(State);
+    constexpr int kStep = kWide % kVector == 0 && kRow % kVector == 0 ? kVector : 1;
+#pragma unroll
+    for (int i = 0; i < kWide; i += kStep) {
+      Run<State, kStep> part;
+#pragma unroll
+      for (int j = 0; j < kStep; j++) part.x[j] = widen<State>(run.x[i + j]);
+      *reinterpret_cast<Run<State, kStep>*>(to + i) = part;
     }
   }
 };

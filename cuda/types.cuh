@@ -10,6 +10,12 @@ struct bfloat16_t {
   unsigned short bits;
 };
 
+// n neighbours in memory, moved at once; n * sizeof(T) is at most 16.
+template <class T, int n>
+struct alignas(sizeof(T) * n) Run {
+  T x[n];
+};
+
 template <class State>
 __device__ __forceinline__ State widen(half_t x) {
   return half_bits_to_float(x.bits);

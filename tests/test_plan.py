@@ -18,14 +18,14 @@ def test_every_head_dim_has_a_tile_that_covers_it(rule, dtype):
                 tile = plan.choose(rule, dtype, 64, items, K, V, 132).tile
                 words = 2 if dtype == "float64" else 1
                 assert tile.rows * plan.rows_each(K, tile.rows) >= K
-                assert plan.rows_each(K, tile.rows) * tile.cols * words <= plan.STATE_WORDS
+                assert plan.rows_each(K, tile.rows) * tile.cols * words <= plan.STATE_WORDS[rule]
                 assert 32 * tile.warps <= tile.threads <= 256
                 assert tile.threads >= tile.tokens >= 4
                 assert tile.shared_bytes <= SMALLEST_SHARED_LIMIT
 
 
 def test_the_whole_chip_is_used_when_heads_are_few():
-    few, many = (plan.best_tile("linear", "float32", 128, 128, n, 132) for n in (4, 4096))
+    few, many = (plan.best_tile("linear", "float32", 128, 128, n, 132, 4) for n in (4, 4096))
     lanes = [tile.rows / tile.cols for tile in (few, many)]
     assert lanes[0] > lanes[1], "few heads: more lanes a column; many heads: more work a lane"
 
@@ -40,3 +40,20 @@ def test_long_float32_sums_are_made_in_float64():
 
 def test_plans_say_why():
     assert plan.choose("delta", "float32", 16, 8, 64, 64, 132).reason.startswith("token by token")
+
+
+def test_alignment_is_that_of_every_row():
+    from cupy_gdelta.arrays import View
+
+    def view(ptr, shape, strides, dtype="float32"):
+        return View(None, "numpy", -1, None, shape, strides, dtype, ptr)
+
+    rows = (2, 5, 3, 24)
+    assert plan.alignment(view(256, rows, (360, 72, 24, 1))) == 16
+    assert plan.alignment(view(264, rows, (360, 72, 24, 1))) == 8
+    assert plan.alignment(view(256, rows, (360, 75, 25, 1))) == 4
+    assert plan.alignment(view(256, (1, 5, 1, 24), (7, 72, 13, 1))) == 16, "no step along size 1"
+    assert plan.alignment(view(256, rows, (0, 24, 0, 1))) == 16
+    assert plan.alignment(view(256, rows, (-360, -72, 24, 1))) == 16
+    half = view(258, (1, 2, 1, 8), (16, 8, 8, 1), "float16")
+    assert plan.alignment(view(256, rows, (360, 72, 24, 1)), half) == 2

@@ -49,7 +49,7 @@ class Case:
         sums = self.sums or chosen.sums
         tile = chosen.tile
         if self.rows or self.sums:
-            tile = plan.make_tile(self.K, self.V, sums, self.rows or 4, self.cols)
+            tile = plan.make_tile(self.K, self.V, sums, 1, self.rows or 4, self.cols)
         return plan.Plan("recurrent", sums, tile, "")
 
     @property
@@ -180,6 +180,6 @@ def test_a_missing_barrier_is_caught(which, tmp_path, rng):
     assert len(parts) == BARRIERS + 1 >= 4
     head, tail = parts[: which + 1], parts[which + 1 :]
     planted.write_text("__syncthreads();".join(head) + ";" + "__syncthreads();".join(tail))
-    case = CASES[0]
+    case = CASES[0]  # its three blocks of tokens pass every barrier
     with pytest.raises(simt.Fault, match="race"):
         run_on_host(simt.Kernels(planted, [case.expression]), case, case.inputs(rng), check=True)

@@ -41,7 +41,14 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             offsets = _upload(offsets.tobytes(), p.v.device)
         p = _readable(p)
         chosen = plan.choose(
-            p.rule, p.dtype, longest, p.N * p.H, p.K, p.V, _multiprocessors(p.v.device)
+            p.rule,
+            p.dtype,
+            longest,
+            p.N * p.H,
+            p.K,
+            p.V,
+            _multiprocessors(p.v.device),
+            plan.alignment(p.q, p.k, p.v),
         )
         target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
         recurrent.launch(p, chosen, target, state, offsets)

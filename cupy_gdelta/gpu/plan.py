@@ -1,7 +1,8 @@
 """Problem -> which kernel, which tile: pure functions of sizes, tested without a GPU.
 
-Counts are of warp instructions and cycles on the multiprocessors of sm_80 to sm_120, which issue
-one instruction a cycle on each of four schedulers. They rank tiles; they do not predict times.
+Estimates count warp instructions and cycles on the multiprocessors of sm_80 to sm_120, which issue
+one instruction a cycle on each of four schedulers. They rank tiles, and were fitted to times of all
+tiles at ten shapes on an H200; they do not predict times.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-SCHEDULERS = 4
-STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
+from ..arrays import ITEMSIZE, View
+
+STATE_WORDS = {"linear": 32, "delta": 24}  # 4-byte registers for a thread's part of the state
 STAGE_WORDS = 32  # and on tokens under way
 FETCH_WARPS = 4  # at least so many warps fetch, whatever number computes
 MAX_WARPS = 8
 LONG_SUM = 4096  # tokens; float32 sums over more would lose more than the contract allows
-SHUFFLE = 25  # cycles from one lane to another
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Tile:
     warps: int
     threads: int
     tokens: int
+    wide: int
     shared_bytes: int
 
     @property
@@ -44,74 +46,105 @@ class Plan:
     reason: str
 
 
-def choose(rule: str, dtype: str, T: int, items: int, K: int, V: int, multiprocessors: int) -> Plan:
-    """Plan for ``items`` = N * H independent recurrences of at most T tokens."""
+def choose(
+    rule: str,
+    dtype: str,
+    T: int,
+    items: int,
+    K: int,
+    V: int,
+    multiprocessors: int,
+    aligned: int = 16,
+) -> Plan:
+    """Plan for ``items`` = N * H independent recurrences of at most T tokens.
+
+    ``aligned`` is the largest power of two, up to 16, that divides the address of every row of q, k
+    and v, in bytes.
+    """
     sums, reason = "float32", "sums in float32"
     if dtype == "float64":
         sums, reason = "float64", "sums in float64, the dtype of the inputs"
     elif dtype == "float32" and T > LONG_SUM:
         sums = "float64"
         reason = f"sums in float64: over more than {LONG_SUM} tokens float32 would lose digits"
-    tile = best_tile(rule, sums, K, V, items, multiprocessors)
+    wide = max(1, aligned // ITEMSIZE[dtype])
+    tile = best_tile(rule, sums, K, V, items, multiprocessors, wide)
     return Plan("recurrent", sums, tile, f"token by token, {reason}")
 
 
+def alignment(*views: View) -> int:
+    """The largest power of two, up to 16, that divides every row's address, in bytes."""
+    bits = 16
+    for x in views:
+        bits |= x.ptr
+        for size, stride in zip(x.shape[:-1], x.strides[:-1], strict=True):
+            if size > 1:
+                bits |= stride * ITEMSIZE[x.dtype]
+    return bits & -bits
+
+
 @functools.lru_cache(maxsize=4096)
-def best_tile(rule: str, sums: str, K: int, V: int, items: int, multiprocessors: int) -> Tile:
-    """The tile with the least estimated time; fewest lanes a column where two are equal."""
-    candidates = [
-        make_tile(K, V, sums, rows, cols)
+def best_tile(
+    rule: str, sums: str, K: int, V: int, items: int, multiprocessors: int, wide: int
+) -> Tile:
+    """The tile with the least estimated time."""
+    return min(
+        tiles(rule, K, V, sums, wide),
+        key=lambda tile: cycles(tile, rule, sums, K, V, items, multiprocessors),
+    )
+
+
+def tiles(rule: str, K: int, V: int, sums: str, wide: int) -> list[Tile]:
+    """Every split that fits a thread's registers and does not leave half the lanes idle."""
+    words = 2 if sums == "float64" else 1
+    return [
+        make_tile(K, V, sums, wide, rows, cols)
         for rows in (1, 2, 4, 8, 16, 32)
         for cols in (1, 2, 4)
-        if fits(K, V, sums, rows, cols)
+        if rows_each(K, rows) * cols * words <= STATE_WORDS[rule]
+        and (rows == 1 or rows // 2 < K)
+        and (cols == 1 or 32 // rows * cols // 2 < V)
     ]
-    return min(candidates, key=lambda tile: cycles(tile, rule, sums, K, V, items, multiprocessors))
 
 
 def rows_each(K: int, rows: int) -> int:
     return -(-K // rows)
 
 
-def fits(K: int, V: int, sums: str, rows: int, cols: int) -> bool:
-    """Whether a thread's part of the state fits its registers and the tile is not mostly idle."""
-    words = rows_each(K, rows) * cols * (2 if sums == "float64" else 1)
-    idle_rows = rows > 1 and rows // 2 >= K
-    idle_cols = cols > 1 and (32 // rows) * cols // 2 >= V
-    return words <= STATE_WORDS and not idle_rows and not idle_cols
-
-
-def make_tile(K: int, V: int, sums: str, rows: int, cols: int) -> Tile:
+def make_tile(K: int, V: int, sums: str, wide: int, rows: int, cols: int) -> Tile:
     """Warps, threads and tokens a block for a split of the state over lanes."""
+    words = 2 if sums == "float64" else 1
     warp_cols = (32 // rows) * cols
     needed = -(-V // warp_cols)
-    blocks = -(-needed // MAX_WARPS)
-    warps = -(-needed // blocks)
+    warps = -(-needed // -(-needed // MAX_WARPS))
     threads = 32 * max(warps, FETCH_WARPS)
-    words = 2 if sums == "float64" else 1
-    each = 2 * K + warps * warp_cols
+    block_cols = warps * warp_cols
     tokens = 32
-    while tokens > 4 and tokens * each * words > STAGE_WORDS * threads:
+    while tokens > 4 and tokens * (2 * K + block_cols) * words > STAGE_WORDS * threads:
         tokens //= 2
+    while wide > 1 and (K % wide or V % wide or block_cols % wide):
+        wide //= 2
     padded = rows * rows_each(K, rows)
-    shared = 2 * tokens * (2 * padded + warps * warp_cols + 2) * 4 * words
-    return Tile(rows, cols, warps, threads, tokens, shared)
+    shared = 2 * tokens * (2 * padded + block_cols + 2) * 4 * words
+    return Tile(rows, cols, warps, threads, tokens, wide, shared)
 
 
 def cycles(
     tile: Tile, rule: str, sums: str, K: int, V: int, items: int, multiprocessors: int
 ) -> float:
-    """Estimated cycles a token: the longer of a warp's dependent chain and its scheduler's work."""
+    """Estimated cycles a token: the longer of what schedulers issue and what one warp waits for."""
     words = 2 if sums == "float64" else 1
     each = rows_each(K, tile.rows)
     run = next(n for n in (4 // words, 2, 1) if each % n == 0)
-    hops = tile.rows.bit_length() - 1
-    passes = 4 if rule == "delta" else 3
-    sums_made = 2 if rule == "delta" else 1
-    work = words * passes * each * tile.cols  # multiply-adds
-    work += 2 * each / run + sums_made * tile.cols * 2 * hops * words  # k and q; sums over lanes
-    work += 12 + 4 * tile.cols + words * each * V / 32 / V  # scalars, y, loop, fetching
-    chain = 30 + 4 * each * (2 if rule == "delta" else 1)
-    chain += SHUFFLE * hops * sums_made
-    blocks = items * -(-V // tile.block_cols)
-    busy = -(-blocks // multiprocessors) * -(-tile.warps // SCHEDULERS)
-    return max(float(chain), work * busy)
+    hops = tile.rows.bit_length() - 1  # from lane to lane, in a sum over rows
+    delta = rule == "delta"
+    work = words * (4 if delta else 3) * each * tile.cols  # multiply-adds
+    work += 2 * each / run + 2 * tile.cols * words + 10  # reading q and k; y; scalars and the loop
+    if delta:
+        work += 2 * tile.cols * hops * words
+    fetch = 30 * (2 * K + tile.block_cols) / tile.wide / tile.threads
+    schedulers = 4
+    issued = work * -(-tile.warps // schedulers) + fetch * tile.threads / 32 / schedulers
+    chain = 3 * each * tile.cols * words + 5 * hops * (3 if delta else 1)
+    waves = -(-items * -(-V // tile.block_cols) // multiprocessors)
+    return max(issued * waves, (chain + issued / 2) * max(1.0, waves / 2))

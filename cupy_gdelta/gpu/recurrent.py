@@ -46,7 +46,7 @@ def expression(
     types = f"{TYPES[dtype]}, {TYPES[sums]}, {RULES[rule]}, {str(normalise).lower()}"
     return (
         f"recurrent<{types}, {K}, {V}, "
-        f"{tile.rows}, {tile.cols}, {tile.warps}, {tile.threads}, {tile.tokens}>"
+        f"{tile.rows}, {tile.cols}, {tile.warps}, {tile.threads}, {tile.tokens}, {tile.wide}>"
     )
 
 
