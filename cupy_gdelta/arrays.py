@@ -7,6 +7,7 @@ library that is imported already.
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,12 @@ class View:
         (a, b), (c, d) = self.extent, other.extent
         return a < d and c < b
 
+    def beside(self, other: View) -> bool:
+        """Whether the two are of one library and on one device."""
+        if (self.family, self.device) != (other.family, other.device):
+            return False
+        return self.family != "dlpack" or _library(self.owner) == _library(other.owner)
+
     @property
     def where(self) -> str:
         return "on the CPU" if self.device < 0 else f"on CUDA device {self.device}"
@@ -90,6 +97,11 @@ def take(x: Any) -> View:
     )
 
 
+@functools.cache
+def _name(dtype: np.dtype) -> str:
+    return dtype.name  # worked out by NumPy at every call, in 3 us
+
+
 def _library(x: Any) -> str:
     return type(x).__module__.partition(".")[0]
 
@@ -99,22 +111,22 @@ def _numpy(x: np.ndarray, owner: Any = None, family: str = "numpy", dtype: str =
         raise TypeError("must be a plain array, for its mask would be ignored; got MaskedArray")
     owner = x if owner is None else owner
     x = np.asarray(x)
-    dtype = dtype or x.dtype.name
-    item = x.itemsize or 1
-    copied = not x.dtype.isnative or not x.flags.aligned or any(s % item for s in x.strides)
+    kind, item = x.dtype, x.itemsize or 1
+    dtype = dtype or _name(kind)
+    copied = not kind.isnative or not x.flags.aligned or any([s % item for s in x.strides])
     if copied:
-        x = np.array(x, dtype=x.dtype.newbyteorder("="))
+        x = np.array(x, dtype=kind.newbyteorder("="))
     if dtype == "bfloat16":  # ml_dtypes' bfloat16 is of kind V: carry the bits
         x = x.view(np.uint16)
-    strides = tuple(s // item for s in x.strides)
+    strides = tuple([s // item for s in x.strides])
     return View(owner, family, -1, x, x.shape, strides, dtype, 0, copied=copied)
 
 
 def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
     item = x.dtype.itemsize
-    strides = tuple(s // item for s in x.strides)
+    strides = tuple([s // item for s in x.strides])
     owner = x if owner is None else owner
-    return View(owner, family, x.device.id, x, x.shape, strides, x.dtype.name, x.data.ptr)
+    return View(owner, family, x.device.id, x, x.shape, strides, _name(x.dtype), x.data.ptr)
 
 
 def _torch(x: Any) -> View:
@@ -138,34 +150,50 @@ def _torch(x: Any) -> View:
             f"as in torch.vmap, torch.func and torch.compile"
         )
     dtype, shape, strides = str(x.dtype).removeprefix("torch."), tuple(x.shape), plain.stride()
-    facts = {"needs_grad": x.requires_grad and torch.is_grad_enabled(), "copied": lazy}
+    needs_grad = (x.requires_grad and torch.is_grad_enabled()) or _has_tangent(torch, x)
+    facts = {"needs_grad": needs_grad, "copied": lazy}
     if x.device.type == "cuda":
         return View(x, "torch", x.device.index, plain, shape, strides, dtype, ptr, **facts)
-    bits = "uint16" if dtype == "bfloat16" else dtype
-    if x.numel() == 0 or not dlpack.known(bits):  # what NumPy lacks is refused by name later
-        array = np.empty(shape, bits if dlpack.known(bits) else np.void)
-    else:
-        array = np.asarray(_At(dlpack.array_at(ptr, shape, strides, bits), plain))
+    try:
+        if dtype == "bfloat16":
+            array = plain.view(torch.int16).numpy().view(np.uint16)
+        else:
+            array = plain.numpy()
+    except TypeError:  # a dtype that NumPy lacks is refused by name later
+        array = np.empty(shape, np.void)
     return View(x, "torch", -1, array, shape, strides, dtype, 0, **facts)
 
 
-class _At:
-    """Memory at an address for NumPy, keeping its owner alive."""
-
-    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
-        self.__array_interface__, self._owner = interface, owner
+def _has_tangent(torch: Any, x: Any) -> bool:
+    """Whether ``x`` carries a derivative forward, as in torch.autograd.forward_ad."""
+    forward = torch.autograd.forward_ad
+    return forward._current_level >= 0 and forward.unpack_dual(x).tangent is not None
 
 
 def _dlpack(x: Any) -> View:
     kind, index = x.__dlpack_device__()
     if kind in (dlpack.CPU, dlpack.CUDA_HOST):
-        array, dtype = dlpack.read(x)
+        try:
+            array, dtype = dlpack.read(x)
+        except (BufferError, RuntimeError, ValueError) as error:
+            raise TypeError(
+                f"must be exported through DLPack; got this refusal: {error}"
+            ) from error
         return _numpy(array, x, "dlpack", dtype)
     if kind in (dlpack.CUDA, dlpack.CUDA_MANAGED):
-        import cupy
-
-        with cupy.cuda.Device(index):
-            return _cupy(cupy.from_dlpack(x), x, "dlpack")
+        try:
+            import cupy
+        except ImportError as error:
+            raise TypeError(
+                f"must lie on the CPU where CuPy cannot be imported; got CUDA device {index}"
+            ) from error
+        try:
+            with cupy.cuda.Device(index):
+                return _cupy(cupy.from_dlpack(x), x, "dlpack")
+        except BufferError as error:
+            raise TypeError(
+                f"must be exported through DLPack; got this refusal: {error}"
+            ) from error
     raise TypeError(f"must lie on the CPU or a CUDA device; got DLPack device type {int(kind)}")
 
 

@@ -72,18 +72,6 @@ class _Memory:
             self._delete(self._address)
 
 
-def array_at(ptr: int, shape, strides, dtype: str, readonly: bool = False) -> dict[str, Any]:
-    """NumPy's array interface of memory at ``ptr``; strides in elements."""
-    native = np.dtype(dtype)
-    return {
-        "data": (ptr, readonly),
-        "shape": tuple(shape),
-        "strides": tuple(s * native.itemsize for s in strides),
-        "typestr": native.str,
-        "version": 3,
-    }
-
-
 def read(source: Any) -> tuple[np.ndarray, str]:
     """The CPU array behind ``source.__dlpack__()`` without a copy, and the name of its dtype."""
     try:
@@ -103,14 +91,23 @@ def read(source: Any) -> tuple[np.ndarray, str]:
     readonly = versioned and bool(managed.flags & (_READ_ONLY | _IS_COPIED))
     address = (tensor.data or 0) + tensor.byte_offset
     memory = _Memory(managed)  # from here on the producer's memory is given back in any case
-    bits = "uint16" if dtype == "bfloat16" else dtype
-    if tensor.lanes != 1 or not known(bits):
+    try:
+        native = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    except TypeError:
+        native = None
+    if native is None or tensor.lanes != 1:
         raise TypeError(
             f"must have a dtype that NumPy has; got {dtype} x {tensor.lanes} through DLPack"
         )
     if 0 in shape:
-        return np.empty(shape, bits), dtype
-    memory.__array_interface__ = array_at(address, shape, strides, bits, readonly)
+        return np.empty(shape, native), dtype
+    memory.__array_interface__ = {
+        "data": (address, readonly),
+        "shape": tuple(shape),
+        "strides": tuple(s * native.itemsize for s in strides),
+        "typestr": native.str,
+        "version": 3,
+    }
     return np.asarray(memory), dtype
 
 
@@ -120,15 +117,6 @@ def _managed(capsule: Any) -> tuple[bytes, Any]:
         if _api.PyCapsule_IsValid(capsule, name):
             return name, layout.from_address(_api.PyCapsule_GetPointer(capsule, name))
     raise TypeError("must give an unused DLPack capsule; got one that was used, or none")
-
-
-def known(dtype: str) -> bool:
-    """Whether NumPy itself has a dtype of this name."""
-    try:
-        np.dtype(dtype)
-    except TypeError:
-        return False
-    return True
 
 
 def _contiguous(shape) -> list[int]:

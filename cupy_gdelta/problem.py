@@ -100,11 +100,11 @@ def check(
             continue
         try:
             views[label] = arrays.take(x)
-        except (TypeError, BufferError) as error:
+        except TypeError as error:
             fail(TypeError, f"{label} {error}")
     first = views["q"]
     for label, x in views.items():
-        if x.kind != first.kind:
+        if not x.beside(first):
             fail(TypeError, f"{label} must be {first.kind}, as q is; got {x.kind}")
         if x.needs_grad and label != "out":
             fail(
@@ -258,7 +258,7 @@ def _offsets(fail: Fail, cu_seqlens: Any, q: View, B: int, T: int) -> tuple[np.n
     else:
         try:
             view = arrays.take(cu_seqlens)
-        except (TypeError, BufferError) as error:
+        except TypeError as error:
             text = str(error).replace("an array", "a list or an array of integers")
             fail(TypeError, f"cu_seqlens {text}")
         if view.device >= 0:

@@ -72,6 +72,17 @@ def test_X01_a_tensor_that_requires_grad(name, rule, rng):
         function(**p, out=out)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, at the first dual tensor
+def test_X01_a_tensor_with_a_forward_derivative(rng):
+    torch = pytest.importorskip("torch")
+    p = Family("torch").arrays(problem(rng), "float32")
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(p["q"], torch.ones_like(p["q"]))
+        with pytest.raises(TypeError, match="q must not require grad"):
+            cupy_gdelta.gated_delta_rule(**p | {"q": dual})
+        assert torch.isfinite(cupy_gdelta.gated_delta_rule(**p)).all()
+
+
 @TORCH
 @pytest.mark.parametrize("absent", [False, True])
 def test_X02_bfloat16_with_and_without_ml_dtypes(name, absent):

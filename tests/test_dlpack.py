@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as ct
 import gc
+import sys
 import weakref
 
 import numpy as np
@@ -193,6 +194,22 @@ def test_devices_that_nobody_computes_on_are_refused(rng):
     odd = Foreign(problem(rng)["q"])
     odd.__class__ = type("Elsewhere", (Foreign,), {"__dlpack_device__": lambda self: (8, 0)})
     text = "q must lie on the CPU or a CUDA device; got DLPack device type 8"
+    with pytest.raises(TypeError, match=text):
+        cupy_gdelta.gated_delta_rule(odd, odd, odd)
+
+
+def test_a_refusal_to_export_is_passed_on(rng, monkeypatch):
+    def refuse(self, **_):
+        raise BufferError("not today")
+
+    monkeypatch.setattr(Foreign, "__dlpack__", refuse)
+    odd = Foreign(problem(rng)["q"])
+    text = "gated_delta_rule: q must be exported through DLPack; got this refusal: not today"
+    with pytest.raises(TypeError, match=text):
+        cupy_gdelta.gated_delta_rule(odd, odd, odd)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(Foreign, "__dlpack_device__", lambda self: (2, 1))
+    text = "q must lie on the CPU where CuPy cannot be imported; got CUDA device 1"
     with pytest.raises(TypeError, match=text):
         cupy_gdelta.gated_delta_rule(odd, odd, odd)
 
