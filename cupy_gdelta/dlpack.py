@@ -64,6 +64,8 @@ _api.PyCapsule_SetName.argtypes = [ct.py_object, ct.c_char_p]
 class _Memory:
     """Memory of another library, seen by NumPy; gives it back when the last view is gone."""
 
+    __array_interface__: dict[str, Any]
+
     def __init__(self, managed: Any) -> None:
         self._delete, self._address = managed.deleter, ct.addressof(managed)
 

@@ -284,8 +284,10 @@ def _listed(fail: Fail, values: Any) -> np.ndarray:
     ends = []
     for x in values:
         try:
-            ends.append(operator.index("" if isinstance(x, bool) else x))
+            ends.append(operator.index(x))
         except TypeError:
+            fail(TypeError, f"cu_seqlens must hold integers; got {x!r}")
+        if isinstance(x, bool):
             fail(TypeError, f"cu_seqlens must hold integers; got {x!r}")
     try:
         return np.array(ends, dtype=np.int64)

@@ -253,9 +253,11 @@ def test_E04_a_forked_child_computes():
     """Fork after the import, and after a first call."""
     code = """
         import os
+        import warnings
         import numpy as np
         import cupy_gdelta
 
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
         x = np.ones((1, 100, 2, 8), np.float32) / 8
         y = None
         for _ in range(2):
@@ -274,9 +276,11 @@ def test_E04_a_forked_child_computes():
 def test_E04_a_forked_child_computes_where_the_parent_only_imported_cupy():
     code = """
         import os
+        import warnings
         import cupy
         import cupy_gdelta
 
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child == 0:
             x = cupy.ones((1, 100, 2, 8), "float32") / 8
