@@ -29,7 +29,7 @@ MANY = {
     "tokens": [100, 5000],
     "items": [4096],
     "multiprocessors": [132],
-    "aligned": [16],
+    "aligned": [2, 16],
 }
 
 

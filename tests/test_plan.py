@@ -18,7 +18,7 @@ def test_every_head_dim_has_a_tile_that_covers_it(rule, dtype):
                 tile = plan.choose(rule, dtype, 64, items, K, V, 132).tile
                 words = 2 if dtype == "float64" else 1
                 assert tile.rows * plan.rows_each(K, tile.rows) >= K
-                assert plan.rows_each(K, tile.rows) * tile.cols * words <= plan.STATE_WORDS[rule]
+                assert plan.rows_each(K, tile.rows) * tile.cols * words <= plan.STATE_WORDS
                 assert 32 * tile.warps <= tile.threads <= 256
                 assert tile.threads >= tile.tokens >= 4
                 assert tile.shared_bytes <= SMALLEST_SHARED_LIMIT
@@ -57,3 +57,16 @@ def test_alignment_is_that_of_every_row():
     assert plan.alignment(view(256, rows, (-360, -72, 24, 1))) == 16
     half = view(258, (1, 2, 1, 8), (16, 8, 8, 1), "float16")
     assert plan.alignment(view(256, rows, (360, 72, 24, 1)), half) == 2
+
+
+def test_alignment_changes_nothing_but_the_fetch():
+    for rule in ("linear", "delta"):
+        for dtype in ("float16", "float32", "float64"):
+            tiles = [
+                plan.choose(rule, dtype, 64, 60, 40, 40, 132, aligned).tile
+                for aligned in (16, 8, 4, 2)
+            ]
+            assert {(t.rows, t.cols, t.warps, t.threads) for t in tiles} == {
+                (tiles[0].rows, tiles[0].cols, tiles[0].warps, tiles[0].threads)
+            }
+            assert tiles[0].wide > tiles[-1].wide == 1

@@ -1,24 +1,25 @@
-"""cuda/recurrent.cu: run on the CPU in several thread orders and with every access followed; on a GPU."""
+"""cuda/recurrent.cu, on the CPU in several thread orders and with every access followed, and on a GPU.
+
+The GPU tests named test_case_* are small enough for compute-sanitizer:
+
+    compute-sanitizer --tool racecheck python -m pytest -m gpu tests/test_recurrent.py -k test_case
+"""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from compare import REFERENCE, assert_close, host
 from conftest import Family
+from host import simt
 
 from cupy_gdelta import accuracy, arrays, problem
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from cupy_gdelta.gpu import loader, plan, recurrent
-
-sys.path.insert(0, str(Path(__file__).parent / "host"))
-import simt
 
 SOURCE = loader.folder() / "recurrent.cu"
 needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
@@ -113,7 +114,7 @@ def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.n
         3,  # fewer blocks than items: blocks take turns
         tile.threads,
         tile.shared_bytes,
-        [recurrent.arguments(p, y, state, offsets)],
+        [recurrent.arguments(p, y, state, offsets)[0]],
         reads=reads,
         writes={"y": y.array, "state": state.array},
         **how,
@@ -183,3 +184,48 @@ def test_a_missing_barrier_is_caught(which, tmp_path, rng):
     case = CASES[0]  # its three blocks of tokens pass every barrier
     with pytest.raises(simt.Fault, match="race"):
         run_on_host(simt.Kernels(planted, [case.expression]), case, case.inputs(rng), check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case_on_a_gpu(case, rng):
+    launch_on_gpu(case, case.plan, case.inputs(rng, Family("cupy")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("D", [24, 64, 128])
+def test_every_tile_gives_the_same_bits_every_time(rule, dtype, D, rng):
+    case = Case(rule, dtype, D, D, T=130, B=2, gate="one")
+    x = case.inputs(rng, Family("cupy"))
+    sums = case.plan.sums
+    for tile in plan.tiles(rule, D, D, sums, 16 // arrays.ITEMSIZE[dtype]):
+        chosen = plan.Plan("recurrent", sums, tile, "")
+        first = launch_on_gpu(case, chosen, x)
+        for _ in range(10):
+            again = launch_on_gpu(case, chosen, x, compare=False)
+            assert again == first, f"{tile}: the same inputs gave other bits"
+
+
+def launch_on_gpu(case: Case, chosen: plan.Plan, x: dict, compare: bool = True) -> bytes:
+    """Launch one plan on CuPy arrays, y and the state poisoned with NaN first; their bytes."""
+    p = problem.check(
+        "test",
+        case.rule,
+        *(x[n] for n in ("q", "k", "v", "gate", "beta")),
+        initial_state=x["initial_state"],
+        return_state=True,
+        **case.options,
+    )
+    y = arrays.empty(p.v, p.v.shape, p.dtype)
+    state = arrays.empty(p.v, (p.N, p.H, p.K, p.V), p.state_dtype)
+    y.owner.fill(np.nan)
+    state.owner.fill(np.nan)
+    offsets = None
+    if p.cu_seqlens is not None:
+        offsets = arrays.take(Family("cupy").array(p.cu_seqlens))
+    recurrent.launch(p, chosen, y, state, offsets)
+    if compare:
+        verify(case, x, y.owner, state.owner, str(chosen.tile))
+    return y.owner.get().tobytes() + state.owner.get().tobytes()

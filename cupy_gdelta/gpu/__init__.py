@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,13 @@ try:
     import cupy
 except ImportError as error:
     raise ImportError(
-        "cupy_gdelta runs its kernels through CuPy, which is not installed; "
+        "cupy_gdelta runs its kernels through CuPy, which cannot be imported here; "
         'pip install "cupy_gdelta[cuda12]" (or [cuda13])'
+    ) from error
+except OSError as error:  # CuPy makes the folder of its kernel cache when it is imported
+    raise ImportError(
+        f"cupy_gdelta runs its kernels through CuPy, which cannot make its kernel cache: {error}; "
+        f"set CUPY_CACHE_DIR to a folder that can be written"
     ) from error
 
 from . import plan, recurrent
@@ -63,15 +69,23 @@ def _on(x: View) -> Iterator[None]:
         if x.family != "torch":
             yield
             return
-        stream = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
-        with cupy.cuda.ExternalStream(stream, x.device):
+        with _stream(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream, x.device):
             yield
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(handle: int, device: int) -> cupy.cuda.Stream:
+    """Another library's stream, for CuPy."""
+
+    class Foreign:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, handle
+
+    return cupy.cuda.Stream.from_external(Foreign())
 
 
 def _readable(p: Problem) -> Problem:
     """The problem with q, k, v copied where their last axis is not contiguous."""
-    import dataclasses
-
     copies = {}
     for label in "qkv":
         view = getattr(p, label)

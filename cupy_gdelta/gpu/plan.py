@@ -8,12 +8,13 @@ tiles at ten shapes on an H200; they do not predict times.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
 
-STATE_WORDS = {"linear": 32, "delta": 24}  # 4-byte registers for a thread's part of the state
-STAGE_WORDS = 32  # and on tokens under way
+STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
+ROW_WORDS = {"linear": 96, "delta": 80}  # and on that with its part of q and k
+STAGE_WORDS = 24  # and on tokens under way
 FETCH_WARPS = 4  # at least so many warps fetch, whatever number computes
 MAX_WARPS = 8
 LONG_SUM = 4096  # tokens; float32 sums over more would lose more than the contract allows
@@ -67,8 +68,10 @@ def choose(
     elif dtype == "float32" and T > LONG_SUM:
         sums = "float64"
         reason = f"sums in float64: over more than {LONG_SUM} tokens float32 would lose digits"
-    wide = max(1, aligned // ITEMSIZE[dtype])
-    tile = best_tile(rule, sums, K, V, items, multiprocessors, wide)
+    size = ITEMSIZE[dtype]
+    tile = best_tile(rule, sums, K, V, items, multiprocessors, 16 // size)
+    # alignment decides how tokens are fetched and nothing else: it does not show in the result
+    tile = replace(tile, wide=max(1, min(tile.wide, aligned // size)))
     return Plan("recurrent", sums, tile, f"token by token, {reason}")
 
 
@@ -101,7 +104,8 @@ def tiles(rule: str, K: int, V: int, sums: str, wide: int) -> list[Tile]:
         make_tile(K, V, sums, wide, rows, cols)
         for rows in (1, 2, 4, 8, 16, 32)
         for cols in (1, 2, 4)
-        if rows_each(K, rows) * cols * words <= STATE_WORDS[rule]
+        if rows_each(K, rows) * cols * words <= STATE_WORDS
+        and rows_each(K, rows) * (cols + 2) * words <= ROW_WORDS[rule]
         and (rows == 1 or rows // 2 < K)
         and (cols == 1 or 32 // rows * cols // 2 < V)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -11,24 +12,9 @@ from ..problem import Problem
 from . import loader
 from .plan import Plan, Tile
 
-_i64, _u64 = np.int64, np.uint64
-ARGS = np.dtype(
-    [
-        *[(x, _u64) for x in ("q", "k", "v", "gate", "beta", "initial_state", "cu_seqlens")],
-        ("y", _u64),
-        ("state", _u64),
-        *[(f"{x}_stride", _i64, 3) for x in ("q", "k", "v", "gate", "beta", "y")],
-        ("state_stride", _i64, 4),
-        ("offset_stride", _i64),
-        *[(x, _i64) for x in ("T", "H", "group", "N")],
-        ("scale", np.float64),
-        ("gate_kind", np.int32),
-        ("beta_kind", np.int32),
-        ("offset_bytes", np.int32),
-        ("padding", np.int32),
-    ],
-    align=True,
-)
+# RecurrentArgs: nine addresses, six times three strides, four of the state, then sizes and kinds.
+ARGS = struct.Struct("=9Q 18q 4q q 4q d 4i")
+_NONE = (0, 0, 0)
 TYPES = {
     "float16": "half_t",
     "bfloat16": "bfloat16_t",
@@ -52,23 +38,24 @@ def expression(
 
 def arguments(p: Problem, y: View, state: View | None, offsets: View | None) -> np.ndarray:
     """The kernel's one argument, laid out as RecurrentArgs."""
-    a = np.zeros((), ARGS)
-    for label, x in (("q", p.q), ("k", p.k), ("v", p.v), ("y", y)):
-        a[label], a[f"{label}_stride"] = x.ptr, x.strides[:3]
-    for label, x, log in (("gate", p.gate, p.log_gate), ("beta", p.beta, False)):
-        if x is not None:
-            a[label], a[f"{label}_stride"] = x.ptr, x.strides
-            a[f"{label}_kind"] = (1 if x.dtype == p.dtype else 2) + (2 if log else 0)
-    if p.initial_state is not None:
-        a["initial_state"], a["state_stride"] = p.initial_state.ptr, p.initial_state.strides
-    if offsets is not None:
-        a["cu_seqlens"], a["offset_stride"] = offsets.ptr, offsets.strides[0]
-        a["offset_bytes"] = 4 if offsets.dtype == "int32" else 8
-    if state is not None:
-        a["state"] = state.ptr
-    a["T"], a["H"], a["group"], a["N"] = p.T, p.H, p.H // p.Hq, p.N
-    a["scale"] = p.scale
-    return a
+    pointers = (p.q, p.k, p.v, p.gate, p.beta, p.initial_state, offsets, y, state)
+    strides = (p.q, p.k, p.v, p.gate, p.beta, y)
+    kinds = [
+        0 if x is None else (1 if x.dtype == p.dtype else 2) + (2 if log else 0)
+        for x, log in ((p.gate, p.log_gate), (p.beta, False))
+    ]
+    packed = ARGS.pack(
+        *(0 if x is None else x.ptr for x in pointers),
+        *(n for x in strides for n in (_NONE if x is None else x.strides[:3])),
+        *((*_NONE, 0) if p.initial_state is None else p.initial_state.strides),
+        0 if offsets is None else offsets.strides[0],
+        *(p.T, p.H, p.H // p.Hq, p.N),
+        p.scale,
+        *kinds,
+        8 if offsets is None or offsets.dtype == "int64" else 4,
+        0,
+    )
+    return np.frombuffer(packed, np.dtype((np.void, ARGS.size)))
 
 
 def launch(p: Problem, plan: Plan, y: View, state: View | None, offsets: View | None) -> None:
