@@ -215,12 +215,10 @@ def empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
         return _cupy(cupy.empty(shape, kind), None, like.family)
 
 
-def contiguous(x: View, last_only: bool = False) -> View:
-    """``x`` itself when its (last) axis is laid out as a kernel needs it, else one copy."""
-    if last_only and (x.shape[-1] <= 1 or x.strides[-1] == 1):
+def with_rows(x: View) -> View:
+    """``x`` on a GPU itself where its last axis is contiguous, as kernels need it; else one copy."""
+    if x.shape[-1] <= 1 or x.strides[-1] == 1:
         return x
-    if x.device < 0:
-        return _numpy(np.ascontiguousarray(x.array), None, x.family, x.dtype)
     if x.family == "torch":
         return _torch(x.array.contiguous())
     import cupy

@@ -1,4 +1,4 @@
-"""cuda/recurrent.cu, on the CPU in several thread orders and with every access followed, and on a GPU.
+"""cuda/recurrent.cu, on the CPU in several thread orders and with every access followed; on a GPU.
 
 The GPU tests named test_case_* are small enough for compute-sanitizer:
 

@@ -86,13 +86,10 @@ def _stream(handle: int, device: int) -> cupy.cuda.Stream:
 
 def _readable(p: Problem) -> Problem:
     """The problem with q, k, v copied where their last axis is not contiguous."""
-    copies = {}
-    for label in "qkv":
-        view = getattr(p, label)
-        ready = arrays.contiguous(view, last_only=True)
-        if ready is not view:
-            copies[label] = ready
-    return dataclasses.replace(p, **copies) if copies else p
+    q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
+    if q is p.q and k is p.k and v is p.v:
+        return p
+    return dataclasses.replace(p, q=q, k=k, v=v)
 
 
 @functools.cache
@@ -100,14 +97,35 @@ def _multiprocessors(device: int) -> int:
     return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
 
 
-@functools.lru_cache(maxsize=64)
+_offsets: dict[tuple[bytes, int], View] = {}
+_MOST_OFFSETS = 1024  # arrays kept
+
+
 def _upload(offsets: bytes, device: int) -> View:
     """Offsets given on the host, on the device; kept, so that a repeated call uploads nothing."""
-    if cupy.cuda.get_current_stream().is_capturing():
-        raise RuntimeError(
-            "cu_seqlens on the host cannot be uploaded while a graph is captured; "
-            "call once with the same offsets before capturing, or pass them on the device"
-        )
-    view = arrays.take(cupy.asarray(np.frombuffer(offsets, np.int64)))
-    cupy.cuda.get_current_stream().synchronize()  # other streams may use it from now on
-    return view
+    found = _offsets.get((offsets, device))
+    capturing = cupy.cuda.get_current_stream().is_capturing()
+    if found is None:
+        if capturing:
+            raise RuntimeError(
+                "cu_seqlens on the host cannot be uploaded while a graph is captured; "
+                "call once with the same offsets before capturing, or pass them on the device"
+            )
+        if len(_offsets) >= _MOST_OFFSETS:
+            cupy.cuda.Device().synchronize()  # some stream may still be reading one of them
+            _offsets.clear()
+        with _upload_stream(device) as stream:  # waits for the copy and for nothing else
+            found = arrays.take(cupy.asarray(np.frombuffer(offsets, np.int64)))
+            stream.synchronize()
+        _offsets[offsets, device] = found
+    if capturing:
+        _captured.append(found)  # a graph may be replayed at any time
+    return found
+
+
+_captured: list[View] = []
+
+
+@functools.cache
+def _upload_stream(device: int) -> cupy.cuda.Stream:
+    return cupy.cuda.Stream(non_blocking=True)

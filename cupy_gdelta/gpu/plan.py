@@ -142,7 +142,7 @@ def cycles(
     run = next(n for n in (4 // words, 2, 1) if each % n == 0)
     hops = tile.rows.bit_length() - 1  # from lane to lane, in a sum over rows
     delta = rule == "delta"
-    work = words * (4 if delta else 3) * each * tile.cols  # multiply-adds
+    work: float = words * (4 if delta else 3) * each * tile.cols  # multiply-adds
     work += 2 * each / run + 2 * tile.cols * words + 10  # reading q and k; y; scalars and the loop
     if delta:
         work += 2 * tile.cols * hops * words
