@@ -69,12 +69,8 @@ def _torch_chunks(*arrays: np.ndarray):
 
     for x in arrays:
         x = torch.from_numpy(x).transpose(1, 2)
-        pad = torch.zeros(*x.shape[:2], -x.shape[2] % CHUNK, *x.shape[3:])
-        yield (
-            torch.cat([x, pad], 2).unflatten(2, (-1, CHUNK))
-            if pad.numel()
-            else x.unflatten(2, (-1, CHUNK))
-        )
+        pad = x.new_zeros(*x.shape[:2], -x.shape[2] % CHUNK, *x.shape[3:])
+        yield torch.cat([x, pad], 2).contiguous().unflatten(2, (-1, CHUNK))
 
 
 def _torch_decays(gate):
@@ -97,12 +93,10 @@ def torch_linear(q, k, v, gate, beta):
     v = v * beta[..., None]
     inside = (q @ k.mT * between) @ v
     writes = (k * end).mT @ v
-    keep = start[..., -1:, :]
     states = torch.zeros_like(writes)
-    for c in range(1, writes.shape[2]):
-        torch.addcmul(
-            writes[:, :, c - 1], keep[:, :, c - 1], states[:, :, c - 1], out=states[:, :, c]
-        )
+    chunks = [x.unbind(2) for x in (writes, start[..., -1:, :], states)]
+    for write, keep, before, after in zip(*chunks, chunks[2][1:], strict=False):
+        torch.addcmul(write, keep, before, out=after)
     y = torch.baddbmm(inside.flatten(0, 2), (q * start).flatten(0, 2), states.flatten(0, 2))
     return y.view_as(v).flatten(2, 3)[:, :, :T].transpose(1, 2).numpy()
 
@@ -120,13 +114,13 @@ def torch_delta(q, k, v, gate, beta):
     solved = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
     w, u = solved[..., :K], solved[..., K:]
     scores, q, k = q @ k.mT * between, q * start, (k * end).mT
-    keep = start[..., -1:, :]
     state = torch.zeros(*q.shape[:2], K, v.shape[-1])
     y = torch.empty_like(v)
-    for c in range(q.shape[2]):
-        fresh = u[:, :, c] - w[:, :, c] @ state
-        y[:, :, c] = q[:, :, c] @ state + scores[:, :, c] @ fresh
-        state = state * keep[:, :, c] + k[:, :, c] @ fresh
+    chunks = [x.unbind(2) for x in (w, u, q, scores, k, start[..., -1:, :], y)]
+    for w_c, u_c, q_c, scores_c, k_c, keep, y_c in zip(*chunks, strict=True):
+        u_c = u_c - w_c @ state
+        y_c[...] = q_c @ state + scores_c @ u_c
+        state = state * keep + k_c @ u_c
     return y.flatten(2, 3)[:, :, :T].transpose(1, 2).numpy()
 
 

@@ -12,7 +12,7 @@ from compare import REFERENCE, assert_close, check, host
 
 import cupy_gdelta
 from cupy_gdelta import accuracy
-from cupy_gdelta.cpu import blocks, walk
+from cupy_gdelta.cpu import blocks, pieces, walk
 
 FUNCTION = {
     "linear": cupy_gdelta.gated_linear_attention,
@@ -398,3 +398,24 @@ def test_memory_does_not_grow_with_time(rule, dtype, rng, monkeypatch):
     FUNCTION[rule](*(np.zeros((1, 9, 4, 16), numpy_dtype(dtype)) for _ in "qkv"))
     short = peak(8192)
     assert peak(65536) < 1.2 * short + 100_000
+
+
+def test_bfloat16_rounding():
+    """To nearest, ties to even, infinities kept, NaN of any payload still NaN."""
+    bits = np.arange(0, 1 << 32, 4099, dtype=np.uint64).astype(np.uint32)
+    bits[:4] = 0x3F808000, 0x3F818000, 0x7FFFFFFF, 0x7F800001
+    x = bits.view(np.float32)
+    with np.errstate(all="ignore"):
+        expected = x.astype(ml_dtypes.bfloat16)
+        got = pieces.bfloat16_bits(x.copy()).view(ml_dtypes.bfloat16)
+    bad = np.isnan(x)
+    assert np.array_equal(np.isnan(got), bad)
+    assert same_bits(got[~bad], expected[~bad])
+
+
+def test_speed_example(capsys):
+    pytest.importorskip("rich")
+    from examples import speed
+
+    assert speed.main(["--shape", "1,40,2,8,4", "--repeat", "1"]) == 0
+    assert "cupy_gdelta" in capsys.readouterr().out

@@ -14,7 +14,8 @@ CHUNK = (
     32  # tokens: K = V = 64 then makes products small enough to be one thread's work to OpenBLAS
 )
 LANES = 8  # pairs of sequence and head that go through time together, where there are more
-BYTES = 8 << 20  # about what a segment takes: many small calls would keep the threads apart
+FEW = 32  # chunks that are not spread over segments for the sake of more threads
+BYTES = 12 << 20  # about what a segment takes: many small calls would keep the threads apart
 
 
 class Sequences(NamedTuple):
@@ -71,9 +72,10 @@ def blocks(p: Problem) -> Iterator[Block]:
         chunk = min(CHUNK, 1 << (group.length - 1).bit_length())
         chunks = -(-group.length // chunk)
         numbers = chunk * (5 * p.K + 4 * chunk + 4 * p.V) + 2 * p.K * p.V
-        cells = max(1, BYTES // (numbers * dtype.itemsize))  # chunks of one lane in a segment
         gathered = not isinstance(group.rows, slice)
         count = len(group.rows) if gathered else group.rows.stop - group.rows.start
+        cells = max(FEW, chunks * count * p.H // 8)  # chunks of one lane in a segment
+        cells = min(cells, max(1, BYTES // (numbers * dtype.itemsize)))
         lanes = max(min(LANES, cells), cells // chunks)
         for heads in _head_ranges(p, lanes):
             width = heads.stop - heads.start
@@ -95,6 +97,8 @@ def blocks(p: Problem) -> Iterator[Block]:
                 shared = min(width, p.H // p.Hq)
                 carry = carry.reshape(-1, shared, p.K, p.V)
                 segments = -(-chunks // max(1, cells // (carry.shape[0] * shared)))
+                if segments > 4:
+                    segments += -segments % 4  # an equal share for 2 or 4 threads
                 many = -(-chunks // segments)
                 drift = np.zeros(carry.shape[:2])
                 yield Block(rows, batch, starts, group.length, heads, chunk, many, carry, drift)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import numpy as np
 
 from . import decay
+from .blas import matmul
 from .pieces import Scratch
-from .walk import Segment
+from .segment import Segment
 
 BASE = 8  # size of the blocks that are inverted row by row
 
@@ -37,7 +38,7 @@ def segment(part: Segment) -> None:
     v *= beta
     solve = _solve(k, beta, decays, scratch)  # [M, L, R, C, C + K], u = solve [beta v; state]
     read = scratch("read", M, L, R, C, K + C)  # y = read [state; u]
-    scores = np.matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
+    scores = matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
     np.multiply(q, decays.start, out=read[..., :K])
     np.multiply(scores, decays.between, out=read[..., K:])
     k_end = np.multiply(k, decays.end, out=scratch("k_end", M, L, R, C, K)).swapaxes(-1, -2)
@@ -47,8 +48,8 @@ def segment(part: Segment) -> None:
         states[0] = carry
         chunks = zip(solve, known, u, k_end, states[:-1], keep, states[1:], strict=True)
         for solve_c, known_c, u_c, k_c, before, factor, after in chunks:
-            np.matmul(solve_c, known_c, out=u_c)
-            np.matmul(k_c, u_c, out=after)
+            matmul(solve_c, known_c, out=u_c)
+            matmul(k_c, u_c, out=after)
             np.multiply(before, factor, out=kept)
             np.add(after, kept, out=after)
         carry[...] = states[M]
@@ -59,13 +60,13 @@ def segment(part: Segment) -> None:
 def _solve(k: np.ndarray, beta: np.ndarray, decays: decay.Decay, scratch: Scratch) -> np.ndarray:
     """[(I + A)^-1, -(I + A)^-1 diag(beta D_i0) K], [M, L, R, C, C + K]."""
     (M, L, R, C, _), K = beta.shape, k.shape[-1]
-    scores = np.matmul(k, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
+    scores = matmul(k, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
     a = np.multiply(scores, decays.between, out=scratch("a", M, L, R, C, C))
     a *= beta
     solve = scratch("solve", M, L, R, C, C + K)
     solve[..., :C] = unit_inverse(a.reshape(-1, C, C), scratch).reshape(a.shape)
     seen = np.multiply(k, -decays.start * beta, out=scratch("seen", M, L, R, C, K))
-    np.matmul(solve[..., :C], seen, out=solve[..., C:])
+    matmul(solve[..., :C], seen, out=solve[..., C:])
     return solve
 
 
@@ -85,9 +86,9 @@ def unit_inverse(a: np.ndarray, scratch: Scratch) -> np.ndarray:
     while size < C:
         pairs = decay.diagonal_blocks(x, size).reshape(n, -1, 2, size, size)
         room = scratch("inverse room", n, C // (2 * size), size, size)
-        np.matmul(decay.below_diagonal(a, size), pairs[:, :, 0], out=room)
+        matmul(decay.below_diagonal(a, size), pairs[:, :, 0], out=room)
         np.negative(room, out=room)
-        np.matmul(pairs[:, :, 1], room, out=decay.below_diagonal(x, size))
+        matmul(pairs[:, :, 1], room, out=decay.below_diagonal(x, size))
         size *= 2
     return x
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from . import decay
-from .walk import Segment
+from .blas import matmul
+from .segment import Segment
 
 
 def segment(part: Segment) -> None:
@@ -27,11 +28,11 @@ def segment(part: Segment) -> None:
     right = scratch("right", M + 1, L, R, K + C, V)  # the state before the chunk above v
     states, v = right[..., :K, :], right[:M, ..., K:, :]
     part.values(v)
-    scores = np.matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
+    scores = matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
     np.multiply(q, decays.start, out=read[..., :K])
     np.multiply(scores, decays.between, out=read[..., K:])
     k_end = np.multiply(k, decays.end, out=scratch("k_end", M, L, R, C, K))
-    np.matmul(k_end.swapaxes(-1, -2), v, out=states[1:])
+    matmul(k_end.swapaxes(-1, -2), v, out=states[1:])
     kept = scratch("kept", L, R, K, V)
     with part.turn:
         keep = decay.rounded(decays.total, part.drift, carry.dtype)

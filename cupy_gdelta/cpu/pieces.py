@@ -33,6 +33,13 @@ class Scratch:
         return x
 
 
+def in_chunks(x: np.ndarray, chunk: int, repeat: int) -> np.ndarray:
+    """Tokens x [S, M * chunk, G * repeat, D] seen as [M, S, G, repeat, chunk, D]."""
+    S, t, heads, D = x.shape
+    x = x.reshape(S, t // chunk, chunk, heads // repeat, repeat, D)
+    return x.transpose(1, 0, 3, 4, 2, 5)
+
+
 def load(x: np.ndarray, dtype: str, out: np.ndarray, fill: float = 0.0) -> None:
     """Copy tokens x [S, t, heads, D] into chunks out [M, L, R, C, D], widened to out's dtype.
 
@@ -43,8 +50,7 @@ def load(x: np.ndarray, dtype: str, out: np.ndarray, fill: float = 0.0) -> None:
     out = out.reshape(M, S, L // S, R, C, D)
     full, rest = divmod(t, C)
     if full:
-        whole = x[:, : full * C].reshape(S, full, C, L // S, R, D)
-        _widen(whole.transpose(1, 0, 3, 4, 2, 5), dtype, out[:full])
+        _widen(in_chunks(x[:, : full * C], C, R), dtype, out[:full])
     if rest:
         part = x[:, full * C :].reshape(S, rest, L // S, R, D)
         _widen(part.transpose(0, 2, 3, 1, 4), dtype, out[full, ..., :rest, :])
@@ -54,15 +60,14 @@ def load(x: np.ndarray, dtype: str, out: np.ndarray, fill: float = 0.0) -> None:
 def store(chunks: np.ndarray, dtype: str, y: np.ndarray, index: tuple[Any, ...], t: int) -> None:
     """Write chunks [M, L, R, C, V] into the tokens y[index] [S, t, heads, V], rounded to dtype."""
     M, L, R, C, V = chunks.shape
-    S = y[index].shape[0] if isinstance(index[1], slice) else len(index[1])
-    heads = L // S * R
     if dtype == "bfloat16":
-        chunks = _bfloat16(chunks)
-    tokens = chunks.reshape(M, S, heads, C, V).transpose(1, 0, 3, 2, 4)
+        chunks = bfloat16_bits(chunks)
+    S = L * R // y[:1, :1, index[2]].shape[2]
+    chunks = chunks.reshape(M, S, L // S, R, C, V)
     if isinstance(index[1], slice) and t == M * C:
-        y[index].reshape(S, M, C, heads, V)[...] = tokens
+        in_chunks(y[index], C, R)[...] = chunks
     else:
-        y[index] = tokens.reshape(S, M * C, heads, V)[:, :t]
+        y[index] = chunks.transpose(1, 0, 4, 2, 3, 5).reshape(S, M * C, -1, V)[:, :t]
 
 
 def _widen(x: np.ndarray, dtype: str, out: np.ndarray) -> None:
@@ -76,7 +81,7 @@ def _widen(x: np.ndarray, dtype: str, out: np.ndarray) -> None:
         np.copyto(out, bits.view(np.float32))
 
 
-def _bfloat16(x: np.ndarray) -> np.ndarray:
+def bfloat16_bits(x: np.ndarray) -> np.ndarray:
     """The bits of float32 values rounded to bfloat16, ties to even. Destroys x."""
     bad = np.isnan(x)
     bits = x.view(np.uint32)
