@@ -30,8 +30,8 @@ class Sequences(NamedTuple):
 class Block:
     """Some sequences with some of their heads: what goes through time together."""
 
+    batch: slice  # of axis B, where starts is a number
     rows: Any  # of the state, slice or [S]
-    batch: Any  # slice, or 0 where starts is an array
     starts: Any  # first token of all sequences, or of each [S]
     length: int
     heads: slice
@@ -67,7 +67,6 @@ def sequences(p: Problem) -> Iterator[Sequences]:
 
 def blocks(p: Problem) -> Iterator[Block]:
     """Every sequence and head once, in blocks whose segments take about BYTES."""
-    dtype = np.dtype(p.state_dtype)
     for group in sequences(p):
         chunk = min(CHUNK, 1 << (group.length - 1).bit_length())
         chunks = -(-group.length // chunk)
@@ -75,33 +74,36 @@ def blocks(p: Problem) -> Iterator[Block]:
         gathered = not isinstance(group.rows, slice)
         count = len(group.rows) if gathered else group.rows.stop - group.rows.start
         cells = max(FEW, chunks * count * p.H // 8)  # chunks of one lane in a segment
-        cells = min(cells, max(1, BYTES // (numbers * dtype.itemsize)))
+        cells = min(cells, max(1, BYTES // (numbers * np.dtype(p.state_dtype).itemsize)))
         lanes = max(min(LANES, cells), cells // chunks)
         for heads in _head_ranges(p, lanes):
-            width = heads.stop - heads.start
-            size = min(count, max(1, lanes // width))
+            size = min(count, max(1, lanes // (heads.stop - heads.start)))
             for first in range(0, count, size):
                 some = slice(first, min(first + size, count))
-                rows: Any = some
-                batch: Any = some
-                starts = group.starts
                 if gathered:
-                    rows, batch, starts = group.rows[some], 0, group.starts[some]
-                elif p.cu_seqlens is not None:
-                    rows, batch = group.rows, slice(0, 1)
-                shape = (some.stop - some.start, width, p.K, p.V)
-                if p.initial_state is None:
-                    carry = np.zeros(shape, dtype)
+                    part = Sequences(group.rows[some], group.starts[some], group.length)
                 else:
-                    carry = np.array(p.initial_state.array[rows, heads], order="C")
-                shared = min(width, p.H // p.Hq)
-                carry = carry.reshape(-1, shared, p.K, p.V)
-                segments = -(-chunks // max(1, cells // (carry.shape[0] * shared)))
-                if segments > 4:
-                    segments += -segments % 4  # an equal share for 2 or 4 threads
-                many = -(-chunks // segments)
-                drift = np.zeros(carry.shape[:2])
-                yield Block(rows, batch, starts, group.length, heads, chunk, many, carry, drift)
+                    part = group if p.cu_seqlens is not None else group._replace(rows=some)
+                yield _block(p, part, heads, chunk, cells)
+
+
+def _block(p: Problem, part: Sequences, heads: slice, chunk: int, cells: int) -> Block:
+    """The block of these sequences and heads, with its first state."""
+    rows, starts, length = part
+    width, shared = heads.stop - heads.start, p.H // p.Hq
+    if p.initial_state is None:
+        count = len(rows) if not isinstance(rows, slice) else rows.stop - rows.start
+        carry = np.zeros((count, width, p.K, p.V), p.state_dtype)
+    else:
+        carry = np.array(p.initial_state.array[rows, heads], order="C")
+    carry = carry.reshape(-1, min(width, shared), p.K, p.V)
+    chunks = -(-length // chunk)
+    segments = -(-chunks // max(1, cells // (carry.shape[0] * carry.shape[1])))
+    if segments > 4:
+        segments += -segments % 4  # an equal share for 2 or 4 threads
+    many = -(-chunks // segments)
+    batch = rows if p.cu_seqlens is None else slice(0, 1)
+    return Block(batch, rows, starts, length, heads, chunk, many, carry, np.zeros(carry.shape[:2]))
 
 
 def _head_ranges(p: Problem, lanes: int) -> Iterator[slice]:
