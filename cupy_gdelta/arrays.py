@@ -126,7 +126,8 @@ def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
     item = x.dtype.itemsize
     strides = tuple([s // item for s in x.strides])
     owner = x if owner is None else owner
-    return View(owner, family, x.device.id, x, x.shape, strides, _name(x.dtype), x.data.ptr)
+    at = x.data
+    return View(owner, family, at.device_id, x, x.shape, strides, _name(x.dtype), at.ptr)
 
 
 def _torch(x: Any) -> View:
@@ -216,7 +217,7 @@ def empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
 
 
 def with_rows(x: View) -> View:
-    """``x`` on a GPU itself where its last axis is contiguous, as kernels need it; else one copy."""
+    """``x`` on a GPU itself where its last axis is contiguous, as kernels need it; else a copy."""
     if x.shape[-1] <= 1 or x.strides[-1] == 1:
         return x
     if x.family == "torch":

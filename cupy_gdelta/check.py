@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def run(device: str = "all", quick: bool = False) -> int:
 
 
 def _places(device: str, gpus: bool) -> Iterator[tuple[str, Callable, Callable]]:
-    """Title, array constructor and context of every device asked for."""
+    """Title, array constructor and a maker of the context of every device asked for."""
     from contextlib import nullcontext
 
     if device != "gpu":
@@ -70,7 +71,8 @@ def _places(device: str, gpus: bool) -> Iterator[tuple[str, Callable, Callable]]
 
         for i in range(cupy.cuda.runtime.getDeviceCount()):
             name = cupy.cuda.runtime.getDeviceProperties(i)["name"].decode()
-            yield f"GPU {i}: {name} (CuPy {cupy.__version__})", cupy.asarray, cupy.cuda.Device(i)
+            title = f"GPU {i}: {name} (CuPy {cupy.__version__})"
+            yield title, cupy.asarray, partial(cupy.cuda.Device, i)
 
 
 def measure(put: Callable[[np.ndarray], Any], quick: bool = False) -> Iterator[Result]:

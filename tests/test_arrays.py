@@ -214,7 +214,7 @@ def test_results_come_in_the_family_device_and_dtype_of_the_inputs(family, dtype
         for x in (y, state):
             assert x.device == p["v"].device
             view = arrays.take(x)
-            assert view.strides == arrays.contiguous(view).strides
+            assert view.strides == tuple(int(np.prod(x.shape[i + 1 :])) for i in range(4))
             assert not view.readonly
 
 

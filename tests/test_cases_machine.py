@@ -85,8 +85,14 @@ def test_X02_bfloat16_with_and_without_ml_dtypes(name, absent):
     pytest.importorskip("torch")
     code = f"""
         import sys
+
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name == "ml_dtypes":
+                    raise ModuleNotFoundError(name)
+
         if {absent}:
-            sys.modules["ml_dtypes"] = None
+            sys.meta_path.insert(0, Absent())
         import torch
         import cupy_gdelta
 

@@ -282,5 +282,6 @@ def test_L02_arrays_beyond_32_bits(rule, rng):
             FUNCTIONS[rule],
             {"q": q[one], "k": q[one], "v": v[one], "gate": gate[one]},
             "float16",
-        )
-        assert equal([y[one]], [alone])
+        )  # one entry alone may run on another tile: equal to rounding
+        tolerance = accuracy.TOLERANCE[rule, "float16"]
+        assert_close(y[one], host(alone), tolerance, f"entry {i}")

@@ -29,7 +29,7 @@ BROKEN = {  # what is wrong -> what the message must say
     "kBeyond": r"bar_sync .*: 128 threads are no multiple of 32 within the block",
     "kAbandoned": r"warp 0 diverges: .*__syncthreads .*__syncwarp",
     "kLivelock": r"livelock: threads only sleep",
-    "kNowhere": r"no memory at address 0x|outside of all arrays",
+    "kNowhere": r"no memory at address|outside of all arrays",
     "kZero": r"divides an integer by zero|division overflows or divides by zero",
     "kDeep": r"thread 0 .*its local variables overflow the stack",
     "kOtherLocal": r"thread 1 .*touches a local variable of thread 0 ",

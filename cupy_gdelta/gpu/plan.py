@@ -47,6 +47,7 @@ class Plan:
     reason: str
 
 
+@functools.lru_cache(maxsize=4096)
 def choose(
     rule: str,
     dtype: str,
@@ -86,7 +87,6 @@ def alignment(*views: View) -> int:
     return bits & -bits
 
 
-@functools.lru_cache(maxsize=4096)
 def best_tile(
     rule: str, sums: str, K: int, V: int, items: int, multiprocessors: int, wide: int
 ) -> Tile:

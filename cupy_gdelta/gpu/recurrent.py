@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -25,6 +26,7 @@ RULES = {"linear": "kLinear", "delta": "kDelta"}
 MAX_GRID = 2**31 - 1
 
 
+@functools.lru_cache(maxsize=4096)
 def expression(
     rule: str, dtype: str, sums: str, normalise: bool, K: int, V: int, tile: Tile
 ) -> str:
