@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,11 @@ def instantiations(shapes, dtypes, tokens, items, multiprocessors, aligned, norm
 
 
 def assert_in_registers(expressions: list[str], arch: str) -> None:
-    found = nvrtc.usage(loader.source("recurrent"), expressions, arch, loader.OPTIONS)
+    source, workers = loader.source("recurrent"), os.cpu_count() or 1
+    parts = [expressions[i::workers] for i in range(min(workers, len(expressions)))]
+    with ThreadPoolExecutor(workers) as pool:
+        done = pool.map(lambda part: nvrtc.usage(source, part, arch, loader.OPTIONS), parts)
+        found = {name: used for part in done for name, used in part.items()}
     bad = {e: u for e, u in found.items() if u.stack or u.spill_stores or u.spill_loads}
     assert not bad, f"{arch}: {len(bad)} of {len(found)} kernels use local memory: {bad}"
 
