@@ -57,7 +57,8 @@ def test_every_file_is_in_the_wheel(installed):
 
 
 def test_the_kernels_are_found(installed):
-    code = "from cupy_gdelta.gpu import loader; print(loader.folder(), len(loader.source('recurrent')))"
+    code = "from cupy_gdelta.gpu.loader import folder, source; "
+    code += "print(folder(), len(source('recurrent')))"
     folder, size = run(installed, "-c", code).split()
     assert folder == str(installed / "cupy_gdelta" / "cuda")
     assert int(size) > 10_000
