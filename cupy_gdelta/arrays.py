@@ -132,7 +132,8 @@ def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
 
 def _torch(x: Any) -> View:
     torch = sys.modules["torch"]
-    if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
+    on_gpu = x.is_cuda  # x.device makes an object at every asking
+    if x.layout != torch.strided or x.is_nested or not (on_gpu or x.is_cpu):
         layout = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(
             f"must be a strided torch tensor on the CPU or a CUDA device; "
@@ -153,8 +154,8 @@ def _torch(x: Any) -> View:
     dtype, shape, strides = str(x.dtype).removeprefix("torch."), tuple(x.shape), plain.stride()
     needs_grad = (x.requires_grad and torch.is_grad_enabled()) or _has_tangent(torch, x)
     facts = {"needs_grad": needs_grad, "copied": lazy}
-    if x.device.type == "cuda":
-        return View(x, "torch", x.device.index, plain, shape, strides, dtype, ptr, **facts)
+    if on_gpu:
+        return View(x, "torch", x.get_device(), plain, shape, strides, dtype, ptr, **facts)
     try:
         if dtype == "bfloat16":
             array = plain.view(torch.int16).numpy().view(np.uint16)
