@@ -12,41 +12,13 @@
 // into the other half of shared memory. One barrier a block of tokens; none within it. Outputs are
 // summed over lanes kGroup tokens at a time, which keeps those sums off the chain from state to
 // state.
+#include "call.cuh"
 #include "rows.cuh"
 #include "tokens.cuh"
 
 enum Rule { kLinear = 0, kDelta = 1 };
 
 constexpr int kGroup = 4;  // tokens
-
-// Strides count elements, over (B, T, H); the last axis of q, k, v and y has stride 1.
-struct RecurrentArgs {
-  const void* q;              // (B, T, Hq, K)
-  const void* k;              // (B, T, Hq, K)
-  const void* v;              // (B, T, H, V)
-  const void* gate;           // (B, T, H)
-  const void* beta;           // (B, T, H)
-  const void* initial_state;  // (N, H, K, V) with any strides, or null
-  const void* cu_seqlens;     // (N + 1), or null: N = B sequences of T tokens
-  void* y;                    // (B, T, H, V)
-  void* state;                // (N, H, K, V) contiguous, or null
-  long long q_stride[3], k_stride[3], v_stride[3], gate_stride[3], beta_stride[3], y_stride[3];
-  long long state_stride[4];  // of initial_state
-  long long offset_stride;    // of cu_seqlens
-  long long T, H, group, N;   // group = H / Hq
-  double scale;
-  int gate_kind, beta_kind;  // Scalars
-  int offset_bytes;          // 4 or 8: int32 or int64 cu_seqlens
-  int padding;
-};
-
-// First or one past the last token of a sequence; offsets on the device were checked by nobody.
-__device__ __forceinline__ long long offset(const RecurrentArgs& a, long long n) {
-  const long long at = n * a.offset_stride;
-  const long long x = a.offset_bytes == 4 ? static_cast<const int*>(a.cu_seqlens)[at]
-                                          : static_cast<const long long*>(a.cu_seqlens)[at];
-  return x < 0 ? 0 : (x > a.T ? a.T : x);
-}
 
 // The part of the state that one thread keeps: kEach rows of kCols columns.
 template <class State, int kRule, bool kNormalise, int K, int kRows, int kCols>
@@ -117,7 +89,7 @@ struct Tile {
 // once: their addresses and strides are whole multiples of that.
 template <class In, class State, int kRule, bool kNormalise, int K, int V, int kRows, int kCols,
           int kWarps, int kThreads, int kTokens, int kWide>
-__global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) {
+__global__ void __launch_bounds__(kThreads, 1) recurrent(const CallArgs a) {
   static_assert(kRows >= 1 && kRows <= 32 && (kRows & (kRows - 1)) == 0, "rows over 2^n lanes");
   static_assert(kThreads >= 32 * kWarps && kThreads % 32 == 0, "whole warps, computing ones first");
   static_assert(kTokens % kGroup == 0, "whole groups of tokens");
@@ -142,10 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const RecurrentArgs a) 
     const long long nh = item / kColBlocks, n = nh / a.H, h = nh % a.H, hq = h / a.group;
     const int col0 = static_cast<int>(item % kColBlocks) * kBlockCols;
     const int cols = min(kBlockCols, V - col0);
-    const long long b = a.cu_seqlens ? 0 : n;
-    const long long start = a.cu_seqlens ? offset(a, n) : 0;
-    const long long last = a.cu_seqlens ? offset(a, n + 1) : a.T;
-    const long long stop = last > start ? last : start;
+    const auto [b, start, stop] = sequence(a, n);
 
     Source<In> from;
     from.q = static_cast<const In*>(a.q) + b * a.q_stride[0] + hq * a.q_stride[2];

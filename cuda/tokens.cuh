@@ -1,31 +1,6 @@
 // A block of tokens on its way from global memory through registers into shared memory.
 #pragma once
-#include "types.cuh"
-
-// How gate or beta is stored.
-enum Scalars { kAbsent = 0, kAsInputs = 1, kAsFloat = 2, kLogOfInputs = 3, kLogOfFloat = 4 };
-
-// One gate or beta, held as it was stored until its value is asked for: using a load at once would
-// stop the warp until memory answers.
-template <class In>
-struct Scalar {
-  In narrow;
-  float wide;
-
-  __device__ __forceinline__ void load(const void* base, long long at, int kind) {
-    if (kind == kAsInputs || kind == kLogOfInputs)
-      narrow = static_cast<const In*>(base)[at];
-    else if (kind != kAbsent)
-      wide = static_cast<const float*>(base)[at];
-  }
-
-  template <class State>
-  __device__ __forceinline__ State value(int kind) const {
-    if (kind == kAbsent) return State(1);
-    const State x = kind == kAsInputs || kind == kLogOfInputs ? widen<State>(narrow) : State(wide);
-    return kind == kLogOfInputs || kind == kLogOfFloat ? exp(x) : x;
-  }
-};
+#include "call.cuh"
 
 // First token of a block in the inputs, at one head; strides count elements from token to token.
 template <class In>

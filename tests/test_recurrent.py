@@ -19,7 +19,7 @@ from host import simt
 from cupy_gdelta import accuracy, arrays, problem
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from cupy_gdelta.gpu import loader, plan, recurrent
+from cupy_gdelta.gpu import call, loader, plan, recurrent
 
 SOURCE = loader.folder() / "recurrent.cu"
 needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
@@ -114,7 +114,7 @@ def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.n
         3,  # fewer blocks than items: blocks take turns
         tile.threads,
         tile.shared_bytes,
-        [recurrent.arguments(p, y, state, offsets)[0]],
+        [call.arguments(p, y, state, offsets)[0]],
         reads=reads,
         writes={"y": y.array, "state": state.array},
         **how,
