@@ -4,8 +4,8 @@
 //   delta    R = gate * S;  S = R + beta * k (v - k^T R)^T    y = scale * q S
 //
 // A block owns kBlockCols columns of V of one head of one sequence; columns never meet in either
-// rule, so blocks and warps share nothing but q and k. In a warp, kRows lanes split the K rows of a
-// column and 32 / kRows lane groups split the columns, kCols for each.
+// rule, so blocks and warps share nothing but what they read. In a warp, kRows lanes split the K
+// rows of a column and 32 / kRows lane groups split the columns, kCols for each.
 //
 // Tokens are fetched kTokens at a time: a thread starts the loads of the next block of tokens,
 // works through the block that lies in shared memory while they are under way, then stores them
@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1) recurrent(const CallArgs a) {
   static_assert(kRows >= 1 && kRows <= 32 && (kRows & (kRows - 1)) == 0, "rows over 2^n lanes");
   static_assert(kThreads >= 32 * kWarps && kThreads % 32 == 0, "whole warps, computing ones first");
   static_assert(kTokens % kGroup == 0, "whole groups of tokens");
+  static_assert(V % kWide == 0, "no run of v ends past the columns");
   using Map = RowMap<State, K, kRows>;
   using Kept = typename Storage<In>::State;
   constexpr int kWarpCols = 32 / kRows * kCols, kBlockCols = kWarps * kWarpCols;

@@ -37,7 +37,7 @@ struct TokenSlot {
 };
 
 // What one of kThreads threads carries, kWide neighbours of a row at a time. Past the last token:
-// gate 1, beta 0 and zeros, which leave the state as it is.
+// gate 1, beta 0 and zeros, which leave a finite state as it is.
 template <class In, class State, int K, int kPaddedK, int kCols, int kTokens, int kThreads,
           int kWide>
 struct Fetch {
@@ -46,7 +46,7 @@ struct Fetch {
   static constexpr int kOfK = (kTokens * kKRuns + kThreads - 1) / kThreads;
   static constexpr int kOfV = (kTokens * kVRuns + kThreads - 1) / kThreads;
   static_assert(kTokens <= kThreads, "one thread fetches gate and beta of one token");
-  static_assert(K % kWide == 0 && kCols % kWide == 0, "rows are whole runs");
+  static_assert(K % kWide == 0 && kCols % kWide == 0, "rows are whole runs, as those of v must be");
   Run<In, kWide> q[kOfK], k[kOfK], v[kOfV];
   Scalar<In> gate, beta;
   int tokens;

@@ -123,10 +123,12 @@ def _numpy(x: np.ndarray, owner: Any = None, family: str = "numpy", dtype: str =
 
 
 def _cupy(x: Any, owner: Any = None, family: str = "cupy") -> View:
-    item = x.dtype.itemsize
-    strides = tuple([s // item for s in x.strides])
+    item = x.dtype.itemsize or 1
+    at, steps = x.data, x.strides
+    if at.ptr % item or any([s % item for s in steps]):
+        raise TypeError(f"must lie at whole multiples of its item; got strides of {steps} bytes")
+    strides = tuple([s // item for s in steps])
     owner = x if owner is None else owner
-    at = x.data
     return View(owner, family, at.device_id, x, x.shape, strides, _name(x.dtype), at.ptr)
 
 
@@ -192,7 +194,7 @@ def _dlpack(x: Any) -> View:
         try:
             with cupy.cuda.Device(index):
                 return _cupy(cupy.from_dlpack(x), x, "dlpack")
-        except BufferError as error:
+        except (BufferError, NotImplementedError, RuntimeError, ValueError) as error:
             raise TypeError(
                 f"must be exported through DLPack; got this refusal: {error}"
             ) from error
@@ -241,7 +243,11 @@ def fill(x: View, value: View | float) -> None:
 
 
 def written(x: View) -> None:
-    """Tell torch that ``x`` was written, for autograd to refuse a gradient that needs the old."""
+    """Let the library of ``x`` know that it was written."""
+    if x.family == "dlpack" and x.device >= 0:  # it cannot be told to wait
+        with x.array.device:
+            sys.modules["cupy"].cuda.get_current_stream().synchronize()
+    # for autograd to refuse a gradient that needs the old values
     if x.family == "torch" and not x.owner.is_inference():
         sys.modules["torch"].autograd.graph.increment_version(x.owner)
 
@@ -250,8 +256,10 @@ def give(x: View, like: View) -> Any:
     """``x`` as the caller gets it: an array of the library that ``like`` came from."""
     if like.family != "dlpack":
         return x.owner
-    source = dlpack.Export(x.array, x.dtype) if x.device < 0 else x.array
-    return importer(like.owner)(source)
+    if x.device < 0:
+        return importer(like.owner)(dlpack.Export(x.array, x.dtype))
+    with x.array.device:  # on whose current stream CuPy then lets the other library wait
+        return importer(like.owner)(x.array)
 
 
 def importer(owner: Any) -> Any:

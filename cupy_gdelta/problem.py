@@ -296,9 +296,9 @@ def _listed(fail: Fail, values: Any) -> np.ndarray:
 
 
 def _device_offsets(fail: Fail, view: View, q: View) -> tuple[View, int]:
-    if view.device != q.device:
-        places = " or ".join(dict.fromkeys(("on the CPU", q.where)))
-        fail(ValueError, f"cu_seqlens must lie {places}; got one {view.where}")
+    if not view.beside(q):
+        places = "on the CPU" if q.device < 0 else f"on the CPU or be {q.kind}, as q is"
+        fail(TypeError, f"cu_seqlens must lie {places}; got {view.kind}")
     if view.dtype not in ("int32", "int64"):
         fail(TypeError, f"cu_seqlens must have dtype int32 or int64; got {view.dtype}")
     if len(view.shape) != 1 or view.shape[0] == 0:

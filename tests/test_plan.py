@@ -30,11 +30,20 @@ def test_the_whole_chip_is_used_when_heads_are_few():
     assert lanes[0] > lanes[1], "few heads: more lanes a column; many heads: more work a lane"
 
 
-def test_long_float32_sums_are_made_in_float64():
-    short, long = (plan.choose("linear", "float32", T, 8, 64, 64, 132) for T in (4096, 4097))
-    assert (short.sums, long.sums) == ("float32", "float64")
-    assert "float64" in long.reason
-    assert plan.choose("linear", "bfloat16", 100_000, 8, 64, 64, 132).sums == "float32"
+@pytest.mark.parametrize(
+    ("dtype", "log_gate", "longest"),
+    [
+        ("float32", False, 256),
+        ("float32", True, 32),
+        ("float16", False, 8192),
+        ("bfloat16", True, 65536),
+    ],
+)
+def test_long_sums_are_made_in_float64(dtype, log_gate, longest):
+    for T, sums in ((longest, "float32"), (longest + 1, "float64")):
+        chosen = plan.choose("linear", dtype, T, 8, 64, 64, 132, log_gate=log_gate)
+        assert chosen.sums == sums
+        assert sums in chosen.reason
     assert plan.choose("delta", "float64", 8, 8, 64, 64, 132).sums == "float64"
 
 

@@ -45,7 +45,7 @@ def forward(p: Problem, y: View, state: View | None) -> None:
         if isinstance(offsets, np.ndarray):
             longest = int(np.diff(offsets).max())
             offsets = _upload(offsets.tobytes(), p.v.device)
-        p = _readable(p)
+        q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
         chosen = plan.choose(
             p.rule,
             p.dtype,
@@ -54,12 +54,29 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             p.K,
             p.V,
             _multiprocessors(p.v.device),
-            plan.alignment(p.q, p.k, p.v),
+            plan.alignment(q, k, v),
+            p.log_gate,
         )
         target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
-        recurrent.launch(p, chosen, target, state, offsets)
+        rows = dataclasses.replace(p, q=q, k=k, v=v) if _differ(p, q, k, v) else p
+        recurrent.launch(rows, chosen, target, state, offsets)
         if target is not y:
             arrays.fill(y, target)
+        if p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing():
+            _keep(p, y, q, k, v, target)
+
+
+def _differ(p: Problem, q: View, k: View, v: View) -> bool:
+    return q is not p.q or k is not p.k or v is not p.v
+
+
+def _keep(p: Problem, *views: View) -> None:
+    """Hold on to what a captured graph reads and writes and the caller does not know of.
+
+    CuPy would give the memory to other arrays after the call, torch has a pool for each graph.
+    """
+    known = [x.owner for x in (*p.inputs, p.out) if x is not None]
+    _captured.extend(x for x in views if not any(x.owner is y for y in known))
 
 
 @contextlib.contextmanager
@@ -84,48 +101,39 @@ def _stream(handle: int, device: int) -> cupy.cuda.Stream:
     return cupy.cuda.Stream.from_external(Foreign())
 
 
-def _readable(p: Problem) -> Problem:
-    """The problem with q, k, v copied where their last axis is not contiguous."""
-    q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
-    if q is p.q and k is p.k and v is p.v:
-        return p
-    return dataclasses.replace(p, q=q, k=k, v=v)
-
-
 @functools.cache
 def _multiprocessors(device: int) -> int:
-    return cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    found = cupy.cuda.Device(device)
+    major, minor = divmod(int(found.compute_capability), 10)
+    if major < 8:
+        raise RuntimeError(
+            f"cupy_gdelta: its kernels need a GPU of compute capability 8.0 or newer; "
+            f"CUDA device {device} has {major}.{minor}"
+        )
+    return found.attributes["MultiProcessorCount"]
 
 
-_offsets: dict[tuple[bytes, int], View] = {}
-_MOST_OFFSETS = 1024  # arrays kept
+_captured: list[View] = []  # used by graphs, which may be replayed at any time
+_uploaded: dict[tuple[bytes, int], View] = {}  # for graphs to come
+_MOST_UPLOADED = 64
 
 
 def _upload(offsets: bytes, device: int) -> View:
-    """Offsets given on the host, on the device; kept, so that a repeated call uploads nothing."""
-    found = _offsets.get((offsets, device))
-    capturing = cupy.cuda.get_current_stream().is_capturing()
-    if found is None:
-        if capturing:
+    """Offsets given on the host, on the device, in the order of the current stream.
+
+    A graph cannot upload. One that is captured takes what the same call uploaded before.
+    """
+    key = offsets, device
+    if cupy.cuda.get_current_stream().is_capturing():
+        found = _uploaded.get(key)
+        if found is None:
             raise RuntimeError(
-                "cu_seqlens on the host cannot be uploaded while a graph is captured; "
+                "cupy_gdelta: cu_seqlens on the host cannot be uploaded while a graph is captured; "
                 "call once with the same offsets before capturing, or pass them on the device"
             )
-        if len(_offsets) >= _MOST_OFFSETS:
-            cupy.cuda.Device().synchronize()  # some stream may still be reading one of them
-            _offsets.clear()
-        with _upload_stream(device) as stream:  # waits for the copy and for nothing else
-            found = arrays.take(cupy.asarray(np.frombuffer(offsets, np.int64)))
-            stream.synchronize()
-        _offsets[offsets, device] = found
-    if capturing:
-        _captured.append(found)  # a graph may be replayed at any time
-    return found
-
-
-_captured: list[View] = []
-
-
-@functools.cache
-def _upload_stream(device: int) -> cupy.cuda.Stream:
-    return cupy.cuda.Stream(non_blocking=True)
+        _captured.append(found)
+        return found
+    while len(_uploaded) >= _MOST_UPLOADED:
+        _uploaded.pop(next(iter(_uploaded)), None)
+    view = _uploaded[key] = arrays.take(cupy.asarray(np.frombuffer(offsets, np.int64)))
+    return view

@@ -28,10 +28,10 @@ def folder() -> Path:
     """The folder of the .cu files: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for found in (package / "cuda", package.parent / "cuda"):
-        if (found / "recurrent.cu").is_file():
+        if any(found.glob("*.cu")):
             return found
     raise ImportError(
-        f"cupy_gdelta: its CUDA sources are missing: no cuda/recurrent.cu in or beside {package}"
+        f"cupy_gdelta: its CUDA sources are missing: no cuda/*.cu in or beside {package}"
     )
 
 
@@ -78,7 +78,7 @@ def _compile(stem: str, expression: str, shared_bytes: int) -> Any:
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "cupy_gdelta: the kernel for this shape is not compiled yet, and compiling would break "
-            "the running graph capture; call once with the same shapes before capturing"
+            "the running graph capture; call once with the same arguments before capturing"
         )
     try:
         function = build()

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from ..arrays import ITEMSIZE, View
 
 STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
-ROW_WORDS = {"linear": 96, "delta": 80}  # and on that with its part of q and k
+ROW_WORDS = {"linear": 96, "delta": 80}  # and on its parts of the state, of q and of k together
 STAGE_WORDS = 24  # and on tokens under way
 FETCH_WARPS = 4  # at least so many warps fetch, whatever number computes
 MAX_WARPS = 8
-LONG_SUM = 4096  # tokens; float32 sums over more would lose more than the contract allows
+# Tokens past which a float32 state could lose more than the contract allows: its errors need not
+# average out, with data of one sign they grow with the number of tokens.
+LONG_SUM = {"float16": 8192, "bfloat16": 65536, "float32": 256}
+LONG_LOG_GATE = 32  # for float32: a rounded exponential errs alike at every equal gate
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,17 @@ class Plan:
     reason: str
 
 
-@functools.lru_cache(maxsize=4096)
+def sums(dtype: str, T: int, log_gate: bool) -> tuple[str, str]:
+    """The dtype that sums over T tokens are made in, and why."""
+    if dtype == "float64":
+        return "float64", "sums in float64, the dtype of the inputs"
+    if dtype == "float32" and log_gate and T > LONG_LOG_GATE:
+        return "float64", f"gates and sums in float64: more than {LONG_LOG_GATE} log gates"
+    if LONG_SUM[dtype] < T:
+        return "float64", f"sums in float64: more than {LONG_SUM[dtype]} tokens"
+    return "float32", "sums in float32"
+
+
 def choose(
     rule: str,
     dtype: str,
@@ -57,23 +70,34 @@ def choose(
     V: int,
     multiprocessors: int,
     aligned: int = 16,
+    log_gate: bool = False,
 ) -> Plan:
     """Plan for ``items`` = N * H independent recurrences of at most T tokens.
 
     ``aligned`` is the largest power of two, up to 16, that divides the address of every row of q, k
     and v, in bytes.
     """
-    sums, reason = "float32", "sums in float32"
-    if dtype == "float64":
-        sums, reason = "float64", "sums in float64, the dtype of the inputs"
-    elif dtype == "float32" and T > LONG_SUM:
-        sums = "float64"
-        reason = f"sums in float64: over more than {LONG_SUM} tokens float32 would lose digits"
+    made_in, why = sums(dtype, T, log_gate)
+    return _choose(rule, dtype, made_in, why, items, K, V, multiprocessors, aligned)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(
+    rule: str,
+    dtype: str,
+    made_in: str,
+    why: str,
+    items: int,
+    K: int,
+    V: int,
+    multiprocessors: int,
+    aligned: int,
+) -> Plan:
     size = ITEMSIZE[dtype]
-    tile = best_tile(rule, sums, K, V, items, multiprocessors, 16 // size)
+    tile = best_tile(rule, made_in, K, V, items, multiprocessors, 16 // size)
     # alignment decides how tokens are fetched and nothing else: it does not show in the result
     tile = replace(tile, wide=max(1, min(tile.wide, aligned // size)))
-    return Plan("recurrent", sums, tile, f"token by token, {reason}")
+    return Plan("recurrent", made_in, tile, f"token by token, {why}")
 
 
 def alignment(*views: View) -> int:
