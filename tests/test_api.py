@@ -365,3 +365,19 @@ def test_a_nan_stays_in_its_packed_sequence(backend, rule, rng):
         assert np.array_equal(host(y)[:, others], host(clean[0])[:, others])
         assert np.array_equal(np.delete(host(state), n, 0), np.delete(host(clean[1]), n, 0))
         assert np.isnan(host(y)[:, starts[n]]).all()
+
+
+@RULES
+@pytest.mark.parametrize("gate", ["one", "0.9995", "log"])
+def test_errors_of_data_of_one_sign_do_not_add_up(backend, rule, gate, rng):
+    """Roundings of equal numbers are equal, and their sum grows with T instead of its root."""
+    T = 4096
+    ones = np.ones((1, T, 1, 4))
+    p = {"q": ones / 4, "k": ones / 2, "v": ones / 3, "beta": np.full((1, T, 1), 0.3)}
+    if rule == "delta":
+        p["beta"] = p["beta"] / 300  # so slow that the state keeps what it sums
+    if gate == "log":
+        p["log_gate"] = np.full((1, T, 1), -5e-4)
+    else:
+        p["gate"] = accuracy.gates(gate, (1, T, 1), rng)
+    check_all(rule, backend.arrays(p, "float32"), "float32")

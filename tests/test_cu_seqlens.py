@@ -111,7 +111,7 @@ def test_a_python_array_says_what_to_do():
 
 
 @pytest.mark.gpu
-def test_device_offsets_of_either_width_and_library_give_one_answer():
+def test_device_offsets_of_either_width_give_one_answer():
     import cupy
 
     p = {n: cupy.asarray(x) for n, x in packed().items()}
@@ -119,10 +119,22 @@ def test_device_offsets_of_either_width_and_library_give_one_answer():
     assert np.isfinite(y).all()
     offsets = [cupy.array(GOOD, dtype) for dtype in ("int32", "int64")]
     offsets += [cupy.array(GOOD).repeat(2)[::2], np.array(GOOD, "int32"), tuple(GOOD)]
-    torch = pytest.importorskip("torch")
-    offsets += [torch.tensor(GOOD, device="cuda", dtype=x) for x in (torch.int32, torch.int64)]
     for some in offsets:
         assert np.array_equal(cupy_gdelta.gated_delta_rule(**p, cu_seqlens=some).get(), y), some
+
+
+@pytest.mark.gpu
+def test_device_offsets_come_from_the_library_of_q():
+    """No other library's stream is waited for."""
+    import cupy
+
+    torch = pytest.importorskip("torch")
+    p = {n: cupy.asarray(x) for n, x in packed().items()}
+    with pytest.raises(TypeError, match="cu_seqlens must lie on the CPU or be a CuPy array on"):
+        cupy_gdelta.gated_delta_rule(**p, cu_seqlens=torch.tensor(GOOD, device="cuda"))
+    p = {n: torch.from_numpy(x).cuda() for n, x in packed().items()}
+    y = cupy_gdelta.gated_delta_rule(**p, cu_seqlens=torch.tensor(GOOD, device="cuda"))
+    assert torch.equal(y, cupy_gdelta.gated_delta_rule(**p, cu_seqlens=torch.tensor(GOOD)))
 
 
 @pytest.mark.gpu
@@ -138,5 +150,5 @@ def test_device_offsets_are_refused_by_dtype_shape_and_place():
     ]:
         with pytest.raises(kind, match=f"cu_seqlens {text}"):
             cupy_gdelta.gated_delta_rule(**p, cu_seqlens=offsets)
-    with pytest.raises(ValueError, match="cu_seqlens must lie on the CPU; got one on CUDA"):
+    with pytest.raises(TypeError, match="cu_seqlens must lie on the CPU; got a CuPy array on CUDA"):
         cupy_gdelta.gated_delta_rule(**packed(), cu_seqlens=cupy.array(GOOD))
