@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
+from .bench import options
 from .refusal import Refusal, missing
 
 PROGRAM = "cupy-gdelta"
@@ -140,6 +141,8 @@ def _parser() -> Parser:
     check.add_argument("--device", choices=("all", "cpu", "gpu"), default="all")
     check.add_argument("--quick", action="store_true", help="fewer and shorter cases")
     check.set_defaults(command=_check)
+
+    options.add(commands.add_parser("bench", help=options.SUMMARY))
     return parser
 
 

@@ -1,0 +1,147 @@
+"""What is measured: shapes by name or in numbers, and their inputs, made on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MOST = 256  # of K and V
+SAMPLE = 512  # tokens that are compared with float64
+LOOPS = {"linear": reference.gated_linear_attention, "delta": reference.gated_delta_rule}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and dtype of q, k and v; gate and beta are float32, for float64 inputs float64."""
+
+    name: str
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    dtype: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.B}, {self.T}, {self.H}, {self.K}, {self.V}, {self.dtype}"
+
+    @property
+    def wide(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def moved(self) -> int:
+        """Bytes of q, k, v, gate and beta read once and y written once."""
+        heads = self.B * self.T * self.H
+        once = 2 * (self.K + self.V) * ITEMSIZE[self.dtype] + 2 * ITEMSIZE[self.wide]
+        return heads * once
+
+
+NAMED = {
+    shape.name: shape
+    for shape in (
+        Shape("seed24", 32, 2048, 4, 24, 24, "float32"),
+        Shape("d64_fp32", 8, 4096, 16, 64, 64, "float32"),
+        Shape("d64", 8, 4096, 16, 64, 64, "bfloat16"),
+        Shape("d128", 2, 8192, 16, 128, 128, "bfloat16"),
+        Shape("long", 1, 131072, 8, 128, 128, "bfloat16"),
+        Shape("tp8", 1, 32768, 4, 128, 128, "bfloat16"),
+        Shape("wide", 4, 4096, 64, 128, 128, "bfloat16"),
+    )
+}
+
+
+def parse(text: str) -> Shape:
+    """A named shape, or ``B,T,H,K,V,dtype``; ValueError says what is wrong."""
+    if text in NAMED:
+        return NAMED[text]
+    if "," not in text:
+        raise ValueError(
+            f"no shape called {text}; there are {', '.join(NAMED)}, or B,T,H,K,V,dtype"
+        )
+    *sizes, dtype = (word.strip() for word in text.split(","))
+    if len(sizes) != 5 or not all(word.isdecimal() and int(word) for word in sizes):
+        raise ValueError(f"must be B,T,H,K,V,dtype with five positive numbers; got {text}")
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}; got {dtype}")
+    B, T, H, K, V = map(int, sizes)
+    if max(K, V) > MOST:
+        raise ValueError(f"K and V must be at most {MOST}; got {K} and {V}")
+    return Shape(",".join((*sizes, dtype)), B, T, H, K, V, dtype)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The CuPy arrays that every contender gets, and how a part of y is compared with float64."""
+
+    rule: str
+    shape: Shape
+    q: Any  # [B, T, H, K], like k
+    k: Any
+    v: Any  # [B, T, H, V]
+    gate: Any  # [B, T, H], like beta
+    beta: Any
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self.q, self.k, self.v, self.gate, self.beta
+
+    @cached_property
+    def log_gate(self) -> Any:
+        return np.log(self.gate)  # which hands a CuPy array to CuPy
+
+    def values(self, factor: Any) -> Any:
+        """v times ``factor`` [B, T, H], rounded to the dtype of v."""
+        return (self.v.astype(self.shape.wide) * factor[..., None]).astype(self.v.dtype)
+
+    def sample(self, x: Any) -> np.ndarray:
+        """The first tokens of the first and the last head of ``x`` [B, T, H, ...], in float64.
+
+        The recurrences are causal and heads independent: y there needs nothing else.
+        """
+        ends = {(0, 0), (self.shape.B - 1, self.shape.H - 1)}
+        return np.stack([_host(x[b, :SAMPLE, h]) for b, h in sorted(ends)])[:, :, None]
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """The sample of y as the float64 loop over time computes it, on the CPU."""
+        return LOOPS[self.rule](*map(self.sample, self.arrays))[0]
+
+
+def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:
+    """Seeded, on the current GPU: gate sigmoid(N(3, 1)), beta U(0, 1), keys of unit length."""
+    import cupy
+
+    kind: Any = shape.dtype
+    if kind == "bfloat16":
+        from ..devices import bfloat16
+
+        kind = bfloat16()
+    rng, wide = cupy.random.default_rng(seed), getattr(cupy, shape.wide)
+    heads = (shape.B, shape.T, shape.H)
+
+    def normal(*size: int) -> Any:
+        return rng.standard_normal((*heads, *size), dtype=wide)
+
+    q = normal(shape.K) * shape.K**-0.5
+    k = normal(shape.K)
+    k /= cupy.sqrt((k * k).sum(-1, keepdims=True))
+    q, k, v = (x.astype(kind) for x in (q, k, normal(shape.V)))
+    gate = 1 / (1 + cupy.exp(-3 - normal()))
+    return Inputs(rule, shape, q, k, v, gate, rng.random(heads, dtype=wide))
+
+
+def _host(x: Any) -> np.ndarray:
+    """A CuPy, torch or JAX array as float64 in NumPy."""
+    if hasattr(x, "get"):
+        x = x.get()
+    elif hasattr(x, "cpu"):  # torch cannot hand bfloat16 to NumPy
+        x = x.double().cpu().numpy()
+    return np.asarray(x).astype(np.float64)
