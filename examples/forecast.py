@@ -57,15 +57,20 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--series", choices=SERIES, default="sunspots")
     parser.add_argument("--lags", type=int, help="values in the window (default 11 or 12)")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the forecasts and their errors")
+    parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the forecasts")
     options = parser.parse_args(argv)
     file, unit, lags = SERIES[options.series]
-    lags = options.lags or lags
+    lags = lags if options.lags is None else options.lags
     path = pathlib.Path(__file__).with_name(file)
     when, x = np.loadtxt(path, delimiter=",", skiprows=1, unpack=True)
     half = len(x) // 2
     if not 1 <= lags <= half // 2:
         parser.error(f"--lags must be from 1 to {half // 2}")
+    if options.plot:
+        import matplotlib  # noqa: F401 (before the work, should it be missing)
+
+        if options.plot.is_dir() or not options.plot.parent.is_dir():
+            parser.error(f"{options.plot} cannot be written")
 
     mean, spread = x[:half].mean(), x[:half].std()  # of the first half: the second is not known yet
     z = (x - mean) / spread
@@ -102,13 +107,10 @@ def main(argv=None):
 
 
 def draw(when, actual, forecasts, unit, path):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    layout = {"sharex": True, "height_ratios": (2, 1), "layout": "constrained"}
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(10, 5.5), **layout)
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     upper.plot(when, actual, color="0.2", linewidth=1.2, label="measured")
     upper.plot(
         when, forecasts["delta rule"], color="C1", linewidth=1.2, label="delta rule, a step ahead"

@@ -9,7 +9,10 @@ missing, and its error stays below a half. It even falls once many are stored, b
 can be guessed from its key.
 
 "error" is ||read - stored|| / ||stored|| over all stored pictures (1 is as bad as reading nothing),
-"found" is how many of the pictures read are closest, by angle, to the one that was stored.
+"found" is how many of the pictures read are closest, by angle, to the one that was stored. At
+32 the delta rule finds 30: what is stored later blurs what is there, and two of the pictures look
+much like a later one. At 64 it finds all: by then the state maps keys to pictures well enough to
+find even most of those that were never stored.
 """
 
 import argparse
@@ -57,11 +60,18 @@ def score(read, values):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--most", type=int, default=128, help="digits to store, up to 256")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the errors and the pictures read")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", type=pathlib.Path, help="draw errors and pictures"
+    )
     options = parser.parse_args(argv)
     counts = [n for n in COUNTS if n <= options.most]
     if not counts or options.most > COUNTS[-1]:
         parser.error(f"--most must be from 1 to {COUNTS[-1]}")
+    if options.plot:
+        import matplotlib  # noqa: F401 (before the work, should it be missing)
+
+        if options.plot.is_dir() or not options.plot.parent.is_dir():
+            parser.error(f"{options.plot} cannot be written")
 
     pictures = np.load(pathlib.Path(__file__).with_name("digits.npz"))["pictures"]
     pixels = pictures.reshape(len(pictures), 64).astype(np.float32) / 16
@@ -84,12 +94,9 @@ def main(argv=None):
 
 
 def draw(counts, scores, stored, read, path):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=(10, 3.4), layout="constrained")
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.6))
     axis = left.subplots()
     for rule, marker in (("linear", "o"), ("delta", "s")):

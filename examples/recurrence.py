@@ -42,15 +42,15 @@ def numpy_loop(q, k, v, gate, beta):
     return y
 
 
-def user_kernel(cp, B, T, H, D):
-    """user_kernel.cu as a function of CuPy or torch arrays."""
+def user_kernel(cp, arrays):
+    """y by user_kernel.cu, as a function without arguments; CuPy reads torch tensors as well."""
+    arrays = [cp.asarray(x) for x in arrays]
+    B, T, H, D = arrays[0].shape
     code = pathlib.Path(__file__).with_name("user_kernel.cu").read_text()
-    module = cp.RawModule(code=code, options=(f"-DHEAD_DIM={D}",))
-    kernel = module.get_function("user_recurrence")
+    kernel = cp.RawModule(code=code, options=(f"-DHEAD_DIM={D}",)).get_function("user_recurrence")
 
-    def run(*arrays):
+    def run():
         y = cp.empty((B, T, H, D), cp.float32)
-        arrays = [cp.asarray(x) for x in arrays]  # no copy, of a torch tensor neither
         kernel((B * H,), (D,), (*arrays, y, np.int32(T), np.int32(H)))
         return y
 
@@ -87,35 +87,32 @@ def place(array):
     if array == "torch":
         import torch
 
-        if cp and torch.cuda.is_available():
-            return cp, lambda x: torch.from_numpy(x).cuda()
-        return None, torch.from_numpy
+        cp = cp if torch.cuda.is_available() else None
+        return cp, lambda x: torch.as_tensor(x, device="cuda" if cp else "cpu")
     return cp, cp.asarray if cp else np.asarray
 
 
 def measure(sizes, repeat, cp, put):
-    """One row for each way to compute y: name, seconds, error; and the copy rate in bytes/s."""
+    """A row for each way to compute y, the library first; and the copy rate in bytes/s."""
     host = inputs(*sizes)
-    expected, _ = reference.gated_linear_attention(*host)
     arrays = [put(x) for x in host]
     ways = {"cupy_gdelta": lambda: gated_linear_attention(*arrays)}
     if cp:
-        kernel = user_kernel(cp, *sizes)
-        ways["user_kernel.cu"] = lambda: kernel(*arrays)
+        ways["user_kernel.cu"] = user_kernel(cp, arrays)
+        source, target = cp.zeros(1 << 27, cp.float32), cp.empty(1 << 27, cp.float32)
+        rate = 2 * source.nbytes / seconds(lambda: cp.copyto(target, source), repeat, cp)
     else:
         ways["NumPy loop"] = lambda: numpy_loop(*host)
-    rows, rate = [], None
+    expected, _ = reference.gated_linear_attention(*host)
+    rows = []
     for name, call in ways.items():
         y = cp.asnumpy(cp.asarray(call())) if cp else np.asarray(call())
         error = float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
         rows.append({"name": name, "seconds": seconds(call, repeat, cp), "error": error})
-    if cp:
-        source, target = cp.zeros(1 << 27, cp.float32), cp.empty(1 << 27, cp.float32)
-        rate = 2 * source.nbytes / seconds(lambda: cp.copyto(target, source), repeat, cp)
-        moved = sum(x.nbytes for x in host) + host[2].nbytes  # y is as large as v
-        for row in rows:
-            row["floor"] = row["seconds"] * rate / moved
-    return rows, rate
+        if cp:
+            moved = sum(x.nbytes for x in host) + y.nbytes
+            rows[-1]["floor"] = rows[-1]["seconds"] * rate / moved
+    return rows, rate if cp else None
 
 
 def main(argv=None):
@@ -125,56 +122,50 @@ def main(argv=None):
     parser.add_argument("--array", choices=("auto", "numpy", "cupy", "torch"), default="auto")
     parser.add_argument("--repeat", type=int, default=5, help="calls timed; the median is shown")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures too")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the times and errors")
+    parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the times")
     options = parser.parse_args(argv)
     sizes = options.batch, options.time, options.heads, options.head_dim
-    if min(*sizes, options.repeat) < 1:
-        parser.error("every size and --repeat must be at least 1")
+    if min(*sizes, options.repeat) < 1 or options.head_dim > 256:
+        parser.error("every size and --repeat must be at least 1, and --head-dim at most 256")
+    for path in (options.json, options.plot):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"{path} cannot be written")
     cp, put = place(options.array)
     if options.array == "cupy" and not cp:
         parser.error("--array cupy needs CuPy and a CUDA device")
+    if options.plot:
+        import matplotlib  # noqa: F401 (before the work, should it be missing)
     rows, rate = measure(sizes, options.repeat, cp, put)
     title = "linear rule, float32, B, T, H, D = " + ", ".join(map(str, sizes))
-    show(rows, rate, title)
+    unit, factor = ("us", 1e6) if cp else ("ms", 1e3)
+    table = Table("", unit, "ratio", "error", *(["floor"] if cp else []))
+    for row in rows:
+        cells = f"{factor * row['seconds']:.1f}", f"{row['seconds'] / rows[0]['seconds']:.2f}"
+        floor = [f"{row['floor']:.2f} x"] if cp else []
+        table.add_row(row["name"], *cells, f"{row['error']:.1e}", *floor)
+    print(title)
+    Console().print(table)
+    if cp:
+        print(f"a device-to-device copy moves {rate / 1e12:.2f} TB/s")
     if options.json:
         figures = {"title": title, "copy_bytes_per_second": rate, "rows": rows}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     if options.plot:
-        draw(rows, title, options.plot)
+        draw({row["name"]: factor * row["seconds"] for row in rows}, unit, title, options.plot)
     return 0
 
 
-def show(rows, rate, title):
-    console, table = Console(highlight=False), Table("")
-    for column in ("us" if rate else "ms", "ratio", "error", *(["floor"] if rate else [])):
-        table.add_column(column, justify="right")
-    for row in rows:
-        took = f"{row['seconds'] * (1e6 if rate else 1e3):.1f}"
-        cells = [row["name"], took, f"{row['seconds'] / rows[0]['seconds']:.2f}"]
-        cells.append(f"{row['error']:.1e}")
-        table.add_row(*cells, *([f"{row['floor']:.2f} x"] if rate else []))
-    console.print(title)
-    console.print(table)
-    if rate:
-        console.print(f"a device-to-device copy moves {rate / 1e12:.2f} TB/s")
+def draw(times, unit, title, path):
+    from matplotlib.figure import Figure
 
-
-def draw(rows, title, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained", sharey=True)
-    labels = {"seconds": "median time of a call (s)", "error": "relative error of y"}
-    for axis, (key, label) in zip(axes, labels.items(), strict=True):
-        values = [row[key] for row in rows]
-        bars = axis.barh([row["name"] for row in rows], values, color=["C0", "C1"])
-        axis.bar_label(bars, fmt="%.2g", padding=3)
-        axis.set_xlabel(label)
-        axis.margins(x=0.25)
-    axes[0].invert_yaxis()
-    figure.suptitle(title)
+    figure = Figure(figsize=(7, 2), layout="constrained")
+    axis = figure.subplots()
+    bars = axis.barh(list(times), list(times.values()), color=["C0", "C1"])
+    axis.bar_label(bars, fmt="%.1f", padding=3)
+    axis.set_title(title)
+    axis.set_xlabel(f"median time of a call ({unit})")
+    axis.margins(x=0.15)
+    axis.invert_yaxis()
     figure.savefig(path, format="png", dpi=150)
 
 

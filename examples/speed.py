@@ -26,7 +26,7 @@ import numpy as np
 
 from cupy_gdelta import accuracy, gated_delta_rule, gated_linear_attention, reference
 
-SHAPES = ["2,4096,8,64,64", "1,65536,1,64,64"]
+SHAPES = [(2, 4096, 8, 64, 64), (1, 65536, 1, 64, 64)]
 SAMPLE = 512  # tokens that are compared with the reference
 CHUNK = 64
 Arrays = dict[str, np.ndarray]
@@ -168,11 +168,26 @@ def rows(rule: str, shape: tuple[int, ...], repeat: int) -> list[list[str]]:
     return lines
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """B,T,H,K,V of the command line."""
+    words = text.split(",")
+    shape = tuple(int(word) for word in words if word.isdecimal())
+    if len(words) != 5 or len(shape) != 5 or min(shape) < 1 or max(shape[3:]) > 256:
+        raise argparse.ArgumentTypeError(
+            f"must be five sizes of at least 1, K and V at most 256; got {text}"
+        )
+    return shape
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", action="append", metavar="B,T,H,K,V", help="may be repeated")
+    parser.add_argument(
+        "--shape", action="append", type=sizes, metavar="B,T,H,K,V", help="may be repeated"
+    )
     parser.add_argument("--repeat", type=int, default=5, help="timed rounds (default: 5)")
     options = parser.parse_args(argv)
+    if options.repeat < 1:
+        parser.error(f"--repeat must be at least 1; got {options.repeat}")
     from rich.console import Console
     from rich.table import Table
 
@@ -180,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     table = Table(*columns, title="float32 on this CPU")
     for shape in options.shape or SHAPES:
         for rule in RULES:
-            for line in rows(rule, tuple(int(n) for n in shape.split(",")), options.repeat):
+            for line in rows(rule, shape, options.repeat):
                 table.add_row(*line)
             table.add_section()
     Console().print(table)

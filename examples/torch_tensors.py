@@ -7,6 +7,7 @@ must be equal to the bit, and the times, which differ by noise: tensors cost not
 """
 
 import argparse
+import pathlib
 import statistics
 import sys
 import time
@@ -51,10 +52,10 @@ def milliseconds(call, device, repeat=5):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the times")
+    parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the times")
     options = parser.parse_args(argv)
     if torch is None:
-        line = "torch is not installed: pip install 'cupy-gdelta[torch]'"
+        line = "torch is not installed: pip install torch"
         print(f"{parser.prog}: {line}", file=sys.stderr)
         return 2
     device = options.device
@@ -62,6 +63,11 @@ def main(argv=None):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
+    if options.plot:
+        import matplotlib  # noqa: F401 (before the work, should it be missing)
+
+        if options.plot.is_dir() or not options.plot.parent.is_dir():
+            parser.error(f"{options.plot} cannot be written")
     if device == "cuda":
         import cupy as library
     else:
@@ -103,12 +109,10 @@ def main(argv=None):
 
 
 def draw(times, device, path):
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 2), layout="constrained")
+    figure = Figure(figsize=(7, 2), layout="constrained")
+    axis = figure.subplots()
     bars = axis.barh(list(times), list(times.values()), color=["C0", "C1"])
     axis.bar_label(bars, fmt="%.3g", padding=3)
     axis.set_xlabel(f"median time on {device} (ms)")
