@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import accuracy, api, devices, reference
+from .info import table
 from .refusal import Refusal
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")  # tf32: float32 in, tf32 products
@@ -39,9 +40,6 @@ class Result:
 
 def run(device: str = "all", quick: bool = False) -> int:
     """Print a table for each device; 0 when all is within tolerance, else 1."""
-    from rich.console import Console
-
-    console = Console()
     why = devices.why_no_gpu() if device != "cpu" else ""
     if why and device == "gpu":
         raise Refusal(f"--device gpu cannot be used here: {why}")
@@ -49,14 +47,14 @@ def run(device: str = "all", quick: bool = False) -> int:
     for title, put, context in _places(device, gpus=device != "cpu" and not why):
         with context():
             here = list(measure(put, quick))
-        _show(console, title, here)
+        _show(title, here)
         results += here
     if why:
-        console.print(f"no GPU was checked: {why}", highlight=False)
+        print(f"no GPU was checked: {why}")
     if "bfloat16" not in {r.dtype for r in results}:
-        console.print("bfloat16 was not checked: ml_dtypes is not installed", highlight=False)
+        print("bfloat16 was not checked: ml_dtypes is not installed")
     met = sum(r.within for r in results)
-    console.print(f"{met} of {len(results)} within tolerance", highlight=False)
+    print(f"{met} of {len(results)} within tolerance")
     return 0 if met == len(results) else 1
 
 
@@ -131,31 +129,25 @@ def _errors(
     return [accuracy.error(x, e) for x, e in zip(host, expected, strict=True)]
 
 
-def _show(console: Any, title: str, results: list[Result]) -> None:
-    from rich.table import Table
-
+def _show(title: str, results: list[Result]) -> None:
     for rule in RULES:
         cells = {(r.gate, r.dtype): r for r in results if r.rule == rule}
         dtypes = [d for d in DTYPES if any(d == dtype for _, dtype in cells)]
-        table = Table(title=f"{title}: {rule} rule", title_justify="left")
-        table.add_column("gate")
-        for dtype in dtypes:
-            table.add_column(dtype, justify="right")
-        table.add_row("[dim]tolerance[/]", *(_tolerance(rule, d) for d in dtypes), end_section=True)
-        for gate in dict.fromkeys(gate for gate, _ in cells):
-            table.add_row(gate, *(_text(cells[gate, d]) for d in dtypes))
-        console.print(table)
+        header = ["gate\ntolerance", *(f"{d}\n{_tolerance(rule, d)}" for d in dtypes)]
+        gates = dict.fromkeys(gate for gate, _ in cells)
+        rows = [[gate, *(_text(cells[gate, d]) for d in dtypes)] for gate in gates]
+        table(rows, header, f"{title}: {rule} rule")
     for text in dict.fromkeys(r.failure for r in results if r.failure):
-        console.print(f"failed: {text}", style="red", markup=False, highlight=False)
+        print(f"failed: {text}")
 
 
 def _tolerance(rule: str, dtype: str) -> str:
     usual = accuracy.TOLERANCE[rule, dtype]
     loose = accuracy.CORRELATED.get((rule, dtype))
-    return f"[dim]{usual:.1e}{f' ({loose:.1e})' if loose else ''}[/]"
+    return f"{usual:.1e}{f' ({loose:.1e})' if loose else ''}"
 
 
 def _text(result: Result) -> str:
     if result.within:
         return f"{result.error:.1e}"
-    return f"[bold red]{'failed' if result.failure else f'{result.error:.1e} !'}[/]"
+    return "failed !" if result.failure else f"{result.error:.1e} !"

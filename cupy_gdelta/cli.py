@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
-from .bench import options
 from .refusal import Refusal, missing
 
 PROGRAM = "cupy-gdelta"
@@ -36,23 +35,44 @@ class Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run a command; its exit code: 0, 1 for a miss of ``check``, 2 for bad input, 130 for ^C."""
     try:
-        with _terminated():
-            code = _run(sys.argv[1:] if argv is None else argv)
-            sys.stdout.flush()
-        return code
+        try:
+            with _terminated():
+                return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout:  # None where the shell has closed it
+                sys.stdout.flush()
     except SystemExit as stop:  # of argparse, --help among them, and of rich at a broken pipe
         if isinstance(stop.code, str):
             return _complain(stop.code)
         return stop.code or 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has gone, and the interpreter would complain at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone
+        _drop_stdout()
         return 1
     except Refusal as refusal:
         return _complain(str(refusal))
+    except MemoryError as error:  # of an example's sizes
+        return _complain(f"out of memory: {error}".strip(": "))
     except OSError as error:
+        if not error.filename and _stdout_fails():
+            return _complain(f"standard output: cannot be written: {error.strerror}")
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _stdout_fails() -> bool:
+    """Whether its disk is full, say; what could not be written is then dropped."""
+    try:
+        print(flush=True)
+    except OSError:
+        _drop_stdout()
+        return True
+    return False
+
+
+def _drop_stdout() -> None:
+    """Or the interpreter would complain at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(line: str) -> int:
@@ -62,20 +82,25 @@ def _complain(line: str) -> int:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """End a run that is told to (a batch system's SIGTERM) as ^C would: with its files removed."""
+    """End a run that is told to (by a batch system, or a terminal that is closed) as ^C would:
+    with its files removed. What is ignored, as under nohup, stays so."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
 
-    def stop(*_: object) -> NoReturn:
-        raise SystemExit(143)
+    def stop(number: int, _: object) -> NoReturn:
+        for n in numbers:  # one is enough: another would end the tidying
+            signal.signal(n, signal.SIG_IGN)
+        raise SystemExit(128 + number)
 
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        before = {n: signal.signal(n, stop) for n in numbers}
     except ValueError:  # not in the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for n, handler in before.items():
+            signal.signal(n, handler)
 
 
 def _run(argv: list[str]) -> int:
@@ -85,12 +110,15 @@ def _run(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         raise missing(error) from error
     except (TypeError, ValueError) as error:
-        if str(error).startswith("gated_"):  # the library's own refusal, of an example's sizes
+        # of an example's sizes: the library's refusal, or NumPy's where no address can count them
+        if str(error).startswith(("gated_", "array is too big", "Maximum allowed dimension")):
             raise Refusal(str(error)) from error
         raise
 
 
 def _parser() -> Parser:
+    from .bench import options
+
     parser = Parser(prog=PROGRAM, description="Gated linear recurrences over arrays in files.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -127,7 +155,8 @@ def _parser() -> Parser:
 
     run = commands.add_parser("run", help="an example; run NAME --help shows its options")
     run.add_argument("name", metavar="NAME", help="one of the names that list shows")
-    run.add_argument("options", nargs=argparse.REMAINDER, help="passed on to the example")
+    rest = run.add_argument("options", nargs=argparse.REMAINDER, help="passed on to the example")
+    rest.required = False
     run.set_defaults(command=_example)
 
     info = commands.add_parser("info", help="versions, devices, what each can do, kernel cache")

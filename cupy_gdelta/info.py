@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import itertools
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,32 @@ B, T, H, D = 32, 2048, 4, 24
 
 
 def show() -> int:
+    table(list(rows()))
+    return 0
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = (), title: str = "") -> None:
+    """Print aligned columns; where rich is installed framed, and a cell that ends in ! in red."""
+    if not importlib.util.find_spec("rich"):
+        cells = [[cell.split("\n") for cell in row] for row in (header, *rows) if row]
+        lines = [line for row in cells for line in itertools.zip_longest(*row, fillvalue="")]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        print(title, end="\n" if title else "")
+        for line in lines:
+            padded = (f"{text:{width}}" for text, width in zip(line, widths, strict=True))
+            print("  ".join(padded).rstrip())
+        return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows():
-        table.add_row(name, text)
-    Console(markup=False, highlight=False).print(table)
-    return 0
+    framed = Table(title=title or None, title_justify="left", show_header=bool(header))
+    framed.add_column(*header[:1], style="bold", no_wrap=True)
+    for name in header[1:] or rows[0][1:]:
+        framed.add_column(name, overflow="fold", justify="right" if header else "left")
+    for row in rows:
+        framed.add_row(*(Text(c, style="bold red" if c.endswith("!") else "") for c in row))
+    Console().print(framed)
 
 
 def rows() -> Iterator[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-NO_CUPY = "CuPy is not installed: pip install 'cupy-gdelta[cuda12]', or [cuda13] for CUDA 13"
-_EXTRAS = {"rich": "cli", "safetensors": "cli", "matplotlib": "plot", "torch": "torch"}
+NO_CUPY = "CuPy is not installed: it comes with the extra cuda12, or cuda13 for CUDA 13"
+_OPTIONAL = ("rich", "safetensors", "matplotlib", "torch")
 
 
 class Refusal(Exception):
@@ -11,10 +11,13 @@ class Refusal(Exception):
 
 
 def missing(error: ModuleNotFoundError) -> Refusal:
-    """The pip command for a package that an extra installs; any other import error is a bug."""
+    """The pip command for a package that an extra installs; any other import error is a bug.
+
+    It names the package: that of an extra would not be the same in a checkout.
+    """
     name = (error.name or "").partition(".")[0]
-    if name in _EXTRAS:
-        return Refusal(f"{name} is not installed: pip install 'cupy-gdelta[{_EXTRAS[name]}]'")
+    if name in _OPTIONAL:
+        return Refusal(f"{name} is not installed: pip install {name}")
     if name == "cupy":
         return Refusal(NO_CUPY)
     if name == "ml_dtypes":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,15 @@ def test_check(capsys, wide, no_gpu):
     assert f"no GPU was checked: {NO_GPU}" in out
     for dtype in check.DTYPES:
         assert dtype in out
+
+
+def test_check_without_rich(capsys, monkeypatch, no_gpu):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["check", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["gate", *check.DTYPES]
+    assert lines[2].startswith("tolerance    1.0e-13  2.0e-06")
+    assert lines[-1] == "35 of 35 within tolerance"
 
 
 @pytest.mark.slow

@@ -26,10 +26,25 @@ def test_info(capsys, wide):
     assert "kernel cache" in out
 
 
+def test_info_without_rich(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"cupy_gdelta   {cupy_gdelta.__version__}"
+    assert {line[12:14] for line in lines} == {"  "}
+
+
+def test_a_plain_table(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    info.table([["a", "one\ntwo", "x"], ["long", "", "y !"]], ["name\nunit", "b", "c"], "title")
+    expected = ["title", "name  b    c", "unit", "a     one  x", "      two", "long       y !"]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
 def test_info_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     rows = dict(info.rows())
-    assert rows["CuPy"].startswith("not installed: pip install")
+    assert rows["CuPy"].startswith("not installed: it comes with the extra")
     assert "kernel cache" not in rows
 
 
