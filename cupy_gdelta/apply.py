@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,14 +39,14 @@ class Job:
 def run(job: Job, quiet: bool = False) -> str:
     """Do the job and say in a line what was written."""
     _check_target(job)
-    with files.reading(job.source) as sources:
+    with _memory(), files.reading(job.source) as sources:
         p, whole = _check(job, sources)
         backend = devices.pick(job.array)
         y_dtype = sources["q"].dtype
         if y_dtype.name == "bfloat16" and job.target.suffix == ".npz":
             raise Refusal(f"{job.target}: a .npz cannot hold bfloat16, use .safetensors")
         shape = (p.N, p.H, p.K, p.V)
-        state = np.zeros(shape, p.state_dtype)
+        state = _zeros(job, shape, p.state_dtype)
         if "initial_state" in whole:
             state[...] = whole["initial_state"]
         tokens = job.piece or _tokens(sources, backend.on_gpu)
@@ -53,9 +54,8 @@ def run(job: Job, quiet: bool = False) -> str:
         with (
             writing(job.target, (p.v.shape, y_dtype), (shape, state.dtype)) as target,
             _progress(p.B * p.T, quiet) as advance,
-            _memory(),
         ):
-            for rows, span in _pieces(p.B, p.T, tokens):
+            for rows, span in _pieces(p.B, p.T, tokens) if p.H else ():
                 inputs = {n: sources[n].piece(rows, span) for n in TOKENS if n in sources}
                 target.write(_step(job, backend, inputs, state, rows, span, ends))
                 advance((rows.stop - rows.start) * (span.stop - span.start))
@@ -77,6 +77,8 @@ def _check_target(job: Job) -> None:
         raise Refusal(f"{target}: there is no folder {target.parent}")
     if target.is_dir():
         raise Refusal(f"{target}: is a folder")
+    if target.exists() and not target.is_file():
+        raise Refusal(f"{target}: is no regular file, and nothing else is replaced")
     if target.exists() and job.source.exists() and os.path.samefile(target, job.source):
         raise Refusal(f"{target}: the output would replace the input")
 
@@ -84,24 +86,30 @@ def _check_target(job: Job) -> None:
 def _check(job: Job, sources: dict[str, files.Source]) -> tuple[problem.Problem, dict[str, Any]]:
     """Refuse what the library refuses, before q, k and v are read; also the arrays read whole."""
     for name in sources:
+        if name == "state":
+            raise Refusal(f"{job.source}: to go on from state, rename it to initial_state")
         if name not in NAMES:
             raise Refusal(f"{job.source}: {name} is none of the arrays {', '.join(NAMES)}")
     for name in ("q", "k", "v"):
         if name not in sources:
             raise Refusal(f"{job.source}: there is no array {name}")
     whole = {n: x.whole() for n, x in sources.items() if n not in TOKENS}
-    stand_ins = {
-        n: np.broadcast_to(np.zeros((), sources[n].dtype), sources[n].shape)
-        for n in TOKENS
-        if n in sources
-    }
-    arguments: dict[str, Any] = {"gate": None, "beta": None, **stand_ins, **whole, **job.options}
+    arguments: dict[str, Any] = {"gate": None, "beta": None, **whole, **job.options}
     name = FUNCTIONS[job.rule].__name__
     try:
+        for n in (n for n in TOKENS if n in sources):  # arrays without values
+            arguments[n] = np.broadcast_to(np.zeros((), sources[n].dtype), sources[n].shape)
         return problem.check(name, job.rule, **arguments), whole
     except (TypeError, ValueError) as error:
         text = devices.first_line(error).removeprefix(f"{name}: ")
         raise Refusal(f"{job.source}: {text}") from error
+
+
+def _zeros(job: Job, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    try:
+        return np.zeros(shape, dtype)
+    except (MemoryError, ValueError) as error:  # ValueError: more bytes than an address can count
+        raise Refusal(f"{job.source}: a state of shape {shape} does not fit in memory") from error
 
 
 def _tokens(sources: dict[str, files.Source], on_gpu: bool) -> int:
@@ -159,8 +167,8 @@ def _memory() -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar over the tokens on a terminal's stderr, gone at the end."""
-    if quiet:
+    """A progress bar over the tokens on a terminal's stderr, gone at the end; rich draws it."""
+    if quiet or not importlib.util.find_spec("rich"):
         yield lambda tokens: None
         return
     from rich import progress

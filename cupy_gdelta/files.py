@@ -22,13 +22,13 @@ from .devices import bfloat16, first_line
 from .refusal import Refusal
 
 FORMATS = (".npz", ".safetensors")
+BITS = (8, 16, 32, 64)
 SAFETENSORS = {
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
-    "I32": "int32",
-    "I64": "int64",
+    **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in BITS},
 }
 
 
@@ -37,8 +37,10 @@ def _damage(where: str) -> Iterator[None]:
     """Whatever a damaged file makes its reader raise, as one refusal."""
     try:
         yield
-    except (OSError, ImportError, MemoryError, Refusal):
+    except (ImportError, MemoryError, Refusal):
         raise
+    except OSError as error:
+        raise Refusal(f"{where}: cannot be read: {error.strerror or first_line(error)}") from error
     except Exception as error:
         raise Refusal(f"{where}: cannot be read: {first_line(error)}") from error
 
@@ -84,6 +86,14 @@ class _Member(Source):
         self.shape, self._fortran, self._stored = header(self._file)
         if self._stored.str == "|V2":
             raise Refusal(f"{where} has dtype |V2: a .npz cannot hold bfloat16, use .safetensors")
+        if self._stored.hasobject:
+            raise ValueError("it holds Python objects")
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"its shape is {self.shape}")
+        size = math.prod(self.shape) * self._stored.itemsize
+        excess = archive.getinfo(member).file_size - self._file.tell() - size
+        if excess:
+            raise ValueError("it ends early" if excess < 0 else "it is longer than its header says")
         self.dtype = self._stored.newbyteorder("=")
 
     def _piece(self, rows: slice, tokens: slice) -> np.ndarray:
@@ -103,8 +113,8 @@ class _Member(Source):
 
     def finish(self) -> None:
         with _damage(self.where):
-            if not self._fortran and self._file.read(1):  # the last read verifies the CRC-32
-                raise ValueError("it is longer than its header says")
+            while not self._fortran and self._file.read(1 << 20):
+                pass  # the last read, which finds nothing, verifies the CRC-32
 
 
 class _Tensor(Source):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
+import stat
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -23,21 +25,34 @@ Form = tuple[tuple[int, ...], np.dtype]  # of an array: its shape and dtype
 class Target(ABC):
     """y, written in pieces that follow each other, and then the state."""
 
-    @abstractmethod
-    def write(self, y: np.ndarray) -> None: ...
+    _path: Path
+    _file: IO[bytes]
 
-    @abstractmethod
-    def close(self, state: np.ndarray) -> None: ...
+    def write(self, y: np.ndarray) -> None:
+        with _worded(self._path):
+            self._write(y)
+
+    def close(self, state: np.ndarray) -> None:
+        with _worded(self._path):
+            self._close(state)
+            self._file.close()
 
     @abstractmethod
     def abandon(self) -> None:
         """Called instead of close when the run failed; the file goes away."""
 
+    @abstractmethod
+    def _write(self, y: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def _close(self, state: np.ndarray) -> None: ...
+
 
 class _Archive(Target):
-    def __init__(self, file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def __init__(self, path: Path, file: IO[bytes], y: Form) -> None:
+        self._path, self._file = path, file
         self._zip = zipfile.ZipFile(file, "w")
-        self._y = self._member("y", shape, dtype)
+        self._y = self._member("y", *y)
 
     def _member(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> IO[bytes]:
         member = self._zip.open(f"{name}.npy", "w", force_zip64=True)
@@ -45,10 +60,10 @@ class _Archive(Target):
         np.lib.format.write_array_header_1_0(member, header)
         return member
 
-    def write(self, y: np.ndarray) -> None:
+    def _write(self, y: np.ndarray) -> None:
         self._y.write(y.tobytes())
 
-    def close(self, state: np.ndarray) -> None:
+    def _close(self, state: np.ndarray) -> None:
         self._y.close()
         with self._member("state", state.shape, state.dtype) as member:
             member.write(state.tobytes())
@@ -66,7 +81,8 @@ class _Tensors(Target):
     state comes first, as the library puts wider dtypes first to keep every tensor aligned.
     """
 
-    def __init__(self, file: IO[bytes], y: Form, state: Form) -> None:
+    def __init__(self, path: Path, file: IO[bytes], y: Form, state: Form) -> None:
+        self._path, self._file = path, file
         names = {name: code for code, name in SAFETENSORS.items()}
         header, end = {}, 0
         for name, (shape, dtype) in {"state": state, "y": y}.items():
@@ -75,14 +91,14 @@ class _Tensors(Target):
             header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._file, self._state_at = file, 8 + len(text)
+        self._state_at = 8 + len(text)
         file.write(len(text).to_bytes(8, "little") + text)
         file.seek(self._state_at + math.prod(state[0]) * state[1].itemsize)
 
-    def write(self, y: np.ndarray) -> None:
+    def _write(self, y: np.ndarray) -> None:
         self._file.write(y.tobytes())
 
-    def close(self, state: np.ndarray) -> None:
+    def _close(self, state: np.ndarray) -> None:
         self._file.seek(self._state_at)
         self._file.write(state.tobytes())
 
@@ -92,21 +108,39 @@ class _Tensors(Target):
 
 @contextmanager
 def writing(path: Path, y: Form, state: Form) -> Iterator[Target]:
-    """A target that appears as ``path`` when the block ends well, and otherwise leaves nothing."""
-    path = Path(os.path.realpath(path))
-    temporary = path.with_name(f".cupy-gdelta-{os.getpid()}.tmp")
+    """A target that appears as ``path`` when the block ends well, and otherwise leaves nothing.
+
+    The file that it replaces hands its permissions on.
+    """
+    final = Path(os.path.realpath(path))
+    temporary = final.with_name(f".cupy-gdelta-{secrets.token_hex(8)}.tmp")
     try:
-        file = open(temporary, "xb")  # noqa: SIM115 (closed below; this try only words its error)
-    except OSError as error:
-        raise Refusal(f"{path}: cannot be written: {error.strerror}") from error
-    try:
-        with file:
-            target = _Archive(file, *y) if path.suffix == ".npz" else _Tensors(file, y, state)
+        with _worded(path):
+            file = open(temporary, "xb")  # noqa: SIM115 (closed below, where its error is told)
+        try:
+            with _worded(path):
+                if final.exists():
+                    os.fchmod(file.fileno(), stat.S_IMODE(final.stat().st_mode))
+                npz = path.suffix == ".npz"
+                target = _Archive(path, file, y) if npz else _Tensors(path, file, y, state)
             try:
                 yield target
             except BaseException:
                 target.abandon()
                 raise
-        os.replace(temporary, path)
+        finally:
+            with suppress(OSError):  # where all went well, the target has closed it
+                file.close()
+        with _worded(path):
+            os.replace(temporary, final)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _worded(path: Path) -> Iterator[None]:
+    """The error of a disk that is full does not name the file by itself."""
+    try:
+        yield
+    except OSError as error:
+        raise Refusal(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import sys
 import tracemalloc
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from archives import BFLOAT16, arrays_of, load, refused, save
 from compare import REFERENCE, assert_close
 
-from cupy_gdelta import accuracy, apply
+from cupy_gdelta import accuracy, apply, target
 from cupy_gdelta.cli import main
 
 
@@ -144,13 +146,25 @@ def test_memory_does_not_grow_with_time(tmp_path, rng, suffix):
     assert load(tmp_path / f"out.{suffix}")["y"].shape == (1, T, 1, 16)
 
 
-def test_an_existing_output_is_replaced_with_its_permissions_of_a_new_file(tmp_path, rng):
+@pytest.mark.parametrize("mode", [None, 0o600, 0o640, 0o400])
+def test_an_existing_output_is_replaced_and_keeps_its_permissions(tmp_path, rng, mode):
     save(tmp_path / "in.npz", arrays_of(rng))
     out = tmp_path / "out.npz"
-    out.write_bytes(b"old")
+    usual = (tmp_path / "in.npz").stat().st_mode
+    if mode:
+        out.write_bytes(b"old")
+        out.chmod(mode)
     assert main(["apply", str(tmp_path / "in.npz"), "-o", str(out)]) == 0
-    assert out.stat().st_mode == (tmp_path / "in.npz").stat().st_mode
+    assert out.stat().st_mode == (usual & ~0o777 | mode if mode else usual)
     assert set(load(out)) == {"y", "state"}
+
+
+def test_what_a_killed_run_left_is_no_hindrance(tmp_path, rng):
+    save(tmp_path / "in.npz", arrays_of(rng))
+    left = tmp_path / f".cupy-gdelta-{os.getpid()}.tmp"
+    left.write_bytes(b"half")
+    assert main(["apply", str(tmp_path / "in.npz"), "-o", str(tmp_path / "out.npz")]) == 0
+    assert left.read_bytes() == b"half"
 
 
 def test_a_full_disk(tmp_path, rng, capsys, monkeypatch):
@@ -160,10 +174,27 @@ def test_a_full_disk(tmp_path, rng, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    for suffix, kind in (("npz", "_Archive"), ("safetensors", "_Tensors")):
-        monkeypatch.setattr(f"cupy_gdelta.target.{kind}.write", full)
-        command = ["apply", str(source), "-o", str(tmp_path / f"out.{suffix}")]
-        refused(capsys, tmp_path, command, "No space left on device", [source])
+    for part in ("_write", "_close"):
+        for suffix, kind in (("npz", "_Archive"), ("safetensors", "_Tensors")):
+            out = tmp_path / f"out.{suffix}"
+            with monkeypatch.context() as patch:
+                patch.setattr(f"cupy_gdelta.target.{kind}.{part}", full)
+                text = f"{out}: cannot be written: No space left on device"
+                refused(capsys, tmp_path, ["apply", str(source), "-o", str(out)], text, [source])
+
+
+@pytest.mark.parametrize("room", [0, 100, 40_000, 77_000])  # y has 76800 bytes
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_file_that_cannot_grow(tmp_path, rng, capsys, room, suffix):
+    source, out = tmp_path / "in.npz", tmp_path / f"out.{suffix}"
+    save(source, arrays_of(rng))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        text = f"{out}: cannot be written: File too large"
+        refused(capsys, tmp_path, ["apply", str(source), "-o", str(out)], text, [source])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_out_of_memory(tmp_path, rng, capsys, monkeypatch):
@@ -180,7 +211,9 @@ def test_out_of_memory(tmp_path, rng, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["^C", "SIGTERM"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["^C", "SIGTERM", "SIGHUP"],
 )
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_interrupted(tmp_path, rng, capsys, monkeypatch, number, code, suffix):
@@ -191,7 +224,7 @@ def test_interrupted(tmp_path, rng, capsys, monkeypatch, number, code, suffix):
     def interrupted(*arguments):
         calls.append(1)
         if len(calls) == 3:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return step(*arguments)
 
     monkeypatch.setattr(apply, "_step", interrupted)
@@ -200,3 +233,45 @@ def test_interrupted(tmp_path, rng, capsys, monkeypatch, number, code, suffix):
     assert capsys.readouterr().err == ""
     assert sorted(tmp_path.iterdir()) == [source]
     assert len(calls) == 3
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path, rng, monkeypatch):
+    save(tmp_path / "in.npz", arrays_of(rng))
+    step, handler = apply._step, signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+
+    def hung_up(*arguments):
+        signal.raise_signal(signal.SIGHUP)
+        return step(*arguments)
+
+    monkeypatch.setattr(apply, "_step", hung_up)
+    try:
+        assert main(["apply", str(tmp_path / "in.npz"), "-o", str(tmp_path / "out.npz")]) == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_end_the_tidying(tmp_path, rng, monkeypatch, number):
+    source = tmp_path / "in.npz"
+    save(source, arrays_of(rng))
+    abandon = target._Archive.abandon
+
+    def again(self):
+        signal.raise_signal(signal.SIGHUP)
+        abandon(self)
+
+    monkeypatch.setattr(target._Archive, "abandon", again)
+    monkeypatch.setattr(apply, "_step", lambda *_: signal.raise_signal(number))
+    assert main(["apply", str(source), "-o", str(tmp_path / "out.npz")]) == 128 + number
+    assert sorted(tmp_path.iterdir()) == [source]
+
+
+def test_without_rich(tmp_path, rng, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    save(tmp_path / "in.npz", arrays_of(rng))
+    out = tmp_path / "out.npz"
+    assert main(["apply", str(tmp_path / "in.npz"), "-o", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{out}: y ")
+    assert shown.err == ""
