@@ -12,7 +12,7 @@ from compare import REFERENCE, assert_close, check, host
 
 import cupy_gdelta
 from cupy_gdelta import accuracy
-from cupy_gdelta.cpu import blocks, pieces, walk
+from cupy_gdelta.cpu import blocks, pieces, steps, walk
 
 FUNCTION = {
     "linear": cupy_gdelta.gated_linear_attention,
@@ -398,6 +398,228 @@ def test_memory_does_not_grow_with_time(rule, dtype, rng, monkeypatch):
     FUNCTION[rule](*(np.zeros((1, 9, 4, 16), numpy_dtype(dtype)) for _ in "qkv"))
     short = peak(8192)
     assert peak(65536) < 1.2 * short + 100_000
+
+
+# --- gates above one
+
+
+def step_loop(rule, q, k, v, gate, beta, initial_state=None):
+    """One token after the other in the dtype of q, as the caller would write it."""
+    repeat = v.shape[2] // q.shape[2]
+    q, k = (np.repeat(x, repeat, 2) for x in (q, k))
+    B, _, H, V = v.shape
+    s = np.zeros((B, H, q.shape[3], V), q.dtype) if initial_state is None else initial_state.copy()
+    y = np.zeros_like(v)
+    with np.errstate(all="ignore"):
+        for t in range(v.shape[1]):
+            s *= gate[:, t, :, None, None]
+            u = v[:, t]
+            if rule == "delta":
+                u = u - np.einsum("bhk,bhkv->bhv", k[:, t], s)
+            s += (beta[:, t, :, None] * k[:, t])[..., None] * u[..., None, :]
+            y[:, t] = np.einsum("bhk,bhkv->bhv", q[:, t], s)
+    return y, s
+
+
+def as_step_by_step(rule, arrays, what=""):
+    """As the loop in the same dtype: finite in the same places, and close in every token."""
+    expected = step_loop(rule, **arrays)
+    got = FUNCTION[rule](**arrays, return_state=True)
+    tolerance = 1e-12 if got[0].dtype == np.float64 else 1e-5
+    for x, e, name, axes in zip(got, expected, ("y", "state"), (-1, (-2, -1)), strict=True):
+        finite = np.isfinite(e)
+        assert np.array_equal(np.isfinite(x), finite), f"{what} {name}"
+        peak = np.abs(e).max(axes, keepdims=True, where=finite, initial=0)
+        x, e = (np.divide(a, peak, where=finite & (peak > 0), out=a.copy()) for a in (x, e))
+        assert_close(x[finite], e[finite], tolerance, f"{what} {name}")
+    return got
+
+
+LARGE = {
+    "twice 1e20": [1e20, 1e20],
+    "twice 1e20, then 0": [1e20, 1e20, 0],
+    "three times 1e13, then 0": [1e13, 1e13, 1e13, 0],
+    "down and up": [1e-30, 1e-30, 1e30, 1e30],
+    "3e38": [3e38],
+    "negative": [-1e25, -1e25, 1, -1e25],
+}
+
+
+@both_rules
+@pytest.mark.parametrize("gates", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("T", [8, C, 3 * C + 5])
+@pytest.mark.parametrize("first", [0, 3, C - 2])
+def test_large_gates_on_a_state_of_zero(rule, gates, dtype, T, first):
+    if dtype == "float64":  # as far beyond its range
+        gates = [np.sign(g) * np.abs(g) ** 8 for g in gates]
+    ones = np.ones((1, T, 1, 1), dtype)
+    v, gate = ones.copy(), np.ones((1, T, 1), dtype)
+    v[:, : first + 4] = 0
+    gate[0, first : first + len(gates), 0] = gates[: max(0, T - first)]
+    arrays = {"q": ones, "k": ones, "v": v, "gate": gate, "beta": ones[..., 0]}
+    y, state = as_step_by_step(rule, arrays)
+    assert np.isfinite(y).all()
+    count = np.arange(1, T - first - 3)
+    expected = count if rule == "linear" else np.ones_like(count)
+    assert np.array_equal(y[0, first + 4 :, 0, 0], expected)
+    if expected.size:
+        assert state.item() == expected[-1]
+
+
+def with_large_gates(rng, dtype="float32", largest=1e12, **sizes) -> dict:
+    """Gates far above one here and there, and far below one or 0 after them."""
+    arrays = problem(rng, dtype, **sizes)
+    gate = arrays["gate"]
+    T = gate.shape[1]
+    for b, h in np.ndindex(gate.shape[0], gate.shape[2]):
+        for t in 4 * rng.choice(T // 4, T // 8, replace=False):
+            large = 10 ** rng.uniform(0, np.log10(largest), 2) * rng.choice([-1, 1], 2)
+            gate[b, t : t + 4, h] = [*large, *(rng.choice([0, 1]) / large)]
+    return arrays
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("T", "B", "H", "Hq"), [(9, 1, 2, 2), (7 * C + 3, 2, 6, 2), (90, 3, 8, 1)])
+def test_random_large_gates(rule, dtype, T, B, H, Hq, rng, small_segments):
+    largest = 1e12 if dtype == "float32" else 1e100
+    arrays = with_large_gates(rng, dtype, largest, B=B, T=T, H=H, Hq=Hq, K=12, V=20)
+    as_step_by_step(rule, arrays)
+    as_step_by_step(rule, {n: x for n, x in arrays.items() if n != "initial_state"})
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_gates_against_the_reference(rule, dtype, rng):
+    """Peaks of 1e4 from products of 1e36 and more, for a state that was forgotten before."""
+    arrays = problem(rng, dtype, B=2, T=100, H=4, Hq=2, K=16, V=16)
+    gate = arrays["gate"]
+    gate[:, [5, 40, 41, 70]] = 0
+    arrays["v"][:, 5:9] = 0
+    gate[:, 6:9] = 1e18
+    arrays["v"][:, 40:43] = 0
+    gate[:, 42] = -3e38
+    arrays["v"][:, 70:74] = 0
+    gate[:, 71:74] = [[[1e30], [1e-30], [1e30]]]
+    check(rule, FUNCTION[rule], arrays, dtype, what=dtype)
+
+
+@both_rules
+def test_gate_of_two_everywhere(rule, rng):
+    arrays = problem(rng, T=110, H=2, K=24, V=8)
+    arrays["gate"][...] = 2
+    y, _ = as_step_by_step(rule, arrays)
+    assert np.isfinite(y).all()
+    assert np.abs(y).max() > 1e20
+
+
+def test_long_keys_on_a_state_of_zero(rng):
+    """The delta rule multiplies a state along a key by 1 - beta k.k, which is -99 here."""
+    ones = np.ones((1, 3 * C, 1, 4), np.float32)
+    v = rng.standard_normal(ones.shape).astype(np.float32)
+    k = 5 * ones
+    v[:, : C + 5], k[:, C + 5 :] = 0, 0.5
+    arrays = {"q": ones, "k": k, "v": v, "gate": ones[..., 0], "beta": ones[..., 0]}
+    y, _ = as_step_by_step("delta", arrays)
+    assert np.isfinite(y).all()
+
+
+@both_rules
+def test_large_log_gates(rule, rng):
+    """e^100 is no float32, but what it makes of a small state is."""
+    arrays = problem(rng, T=70, H=2, K=8, V=8, gate="one")
+    log_gate = np.log(arrays.pop("gate"))
+    log_gate[:, 20:23] = [[[-70], [100], [-30]]]
+    arrays["v"][:, 20:23] = 0
+    arrays["q"][:, 21] = 0
+    check(rule, FUNCTION[rule], arrays | {"log_gate": log_gate}, "float32", what="log gates")
+
+
+@both_rules
+@pytest.mark.parametrize("ends", [[0, 9, 9, 18, 60, 200], [0, 40, 80, 81, 121, 230]])
+def test_large_gates_in_packed_sequences(rule, ends, rng, small_segments):
+    arrays = with_large_gates(rng, T=ends[-1] + 3, H=4, Hq=2, K=8, V=12, state=False)
+    y, state = FUNCTION[rule](**arrays, cu_seqlens=ends, return_state=True)
+    for n, (a, b) in enumerate(itertools.pairwise(ends)):
+        own_y, own_state = step_loop(rule, **{m: x[:, a:b] for m, x in arrays.items()})
+        assert np.isfinite(own_y).all()
+        assert_close(y[:, a:b], own_y, 5e-6, f"sequence {n} y")
+        assert_close(state[n : n + 1], own_state, 5e-6, f"sequence {n} state")
+
+
+@both_rules
+@pytest.mark.parametrize("layout", list(layouts(np.zeros((1, 1, 1, 1)))))
+def test_large_gates_and_strides(rule, layout, rng):
+    arrays = with_large_gates(rng, "bfloat16", B=2, T=2 * C + 9, H=4, Hq=2, K=8, V=12)
+    plain = FUNCTION[rule](**arrays, return_state=True)
+    views = {name: layouts(x)[layout] for name, x in arrays.items()}
+    out = layouts(np.full(arrays["v"].shape, np.nan, arrays["v"].dtype))[layout]
+    y, state = FUNCTION[rule](**views, return_state=True, out=out if out.flags.writeable else None)
+    assert_close(y, host(plain[0]), 4e-3, "y")
+    assert_close(state, host(plain[1]), 1e-5, "state")
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_gates_are_nobody_elses(rule, dtype, rng, small_segments):
+    """The other heads and batch entries keep their bits, whoever of them has large gates."""
+    arrays = problem(rng, dtype, B=3, T=7 * C + 3, H=4, K=8, V=8)
+    y, state = FUNCTION[rule](**arrays, return_state=True)
+    spoiled = with_large_gates(rng, dtype, B=3, T=7 * C + 3, H=4, K=8, V=8)["gate"]
+    own, before = np.zeros((3, 4), bool), None
+    for more in [(1, 2), (1, 1), (0, 0), (2, 3)]:
+        own[more] = True
+        gate = np.where(own[:, None], spoiled, arrays["gate"])
+        other_y, other_state = FUNCTION[rule](**arrays | {"gate": gate}, return_state=True)
+        for b, h in np.argwhere(~own):
+            assert same_bits(other_y[b, :, h], y[b, :, h])
+            assert same_bits(other_state[b, h], state[b, h])
+        bits = other_y[1, :, 2].tobytes(), other_state[1, 2].tobytes()
+        assert before in (None, bits)
+        before = bits
+
+
+@both_rules
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "beta"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_among_large_gates(rule, name, value, rng):
+    arrays = with_large_gates(rng, B=2, T=4 * C, H=2, K=8, V=8)
+    y, state = FUNCTION[rule](**arrays, return_state=True)
+    arrays[name][1, 2 * C + 5, 1] = value
+    bad_y, bad_state = FUNCTION[rule](**arrays, return_state=True)
+    assert not np.isfinite(bad_y[1, 2 * C + 5, 1]).all()
+    assert same_bits(bad_y[1, : 2 * C, 1], y[1, : 2 * C, 1])
+    bad_y[1, :, 1], bad_state[1, 1] = y[1, :, 1], state[1, 1]
+    assert same_bits(bad_y, y)
+    assert same_bits(bad_state, state)
+
+
+@both_rules
+def test_only_large_gates_go_step_by_step(rule, rng, monkeypatch):
+    calls = []
+    loop = steps.loop
+    monkeypatch.setattr(steps, "loop", lambda *x: calls.append(len(x[1])) or loop(*x))
+    arrays = problem(rng, B=2, T=4 * C, H=4, K=8, V=8)
+    for gates in (*accuracy.GATES, "above one"):
+        gate = arrays["gate"]
+        named = "one" if gates == "above one" else gates
+        arrays["gate"] = accuracy.gates(named, gate.shape, rng).astype(np.float32)
+        if gates == "above one":
+            arrays["gate"][...] = rng.uniform(0.5, 1.5, gate.shape)
+        for name in arrays:
+            for value in (np.nan, np.inf):
+                some = arrays | {name: arrays[name].copy()}
+                some[name].flat[7] = value
+                if value == np.inf and name in ("k", "gate", "beta"):
+                    continue  # as large as can be
+                FUNCTION[rule](**some)
+        FUNCTION[rule](**arrays)
+        assert not calls, gates
+    arrays["gate"][1, C + 3 : C + 5, 2] = 1e20
+    arrays["gate"][0, C + 3 : C + 5, 3] = 1e20
+    FUNCTION[rule](**arrays)
+    assert sum(calls) == 2
 
 
 def test_bfloat16_rounding():

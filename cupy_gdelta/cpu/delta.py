@@ -21,6 +21,7 @@ from . import decay
 from .blas import matmul
 from .pieces import Scratch
 from .segment import Segment
+from .steps import Steps
 
 BASE = 8  # size of the blocks that are inverted row by row
 
@@ -30,13 +31,18 @@ def segment(part: Segment) -> None:
     scratch, carry = part.scratch, part.carry
     M, L, R, C, K, V = part.shape
     q, k = part.keys("q"), part.keys("k")  # [M, L, 1, C, K]
-    beta = part.betas()[..., None]
-    decays = decay.products(part.gates(), None, scratch)
+    gate, beta = part.gates(), part.betas()
     right = scratch("right", M + 1, L, R, C + K + C, V)  # beta v, the state before the chunk, u
     v, states, u = right[:M, ..., :C, :], right[..., C : C + K, :], right[:M, ..., C + K :, :]
     part.values(v)
+    scores = matmul(k, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
+    along = 1 - beta * np.diagonal(scores, axis1=-2, axis2=-1)  # factor of the state along a key
+    steps = Steps(part, q, k, v, gate, beta, np.fmax(1, np.abs(along)))
+    decays = decay.products(gate, None, scratch)
+    beta = beta[..., None]
     v *= beta
-    solve = _solve(k, beta, decays, scratch)  # [M, L, R, C, C + K], u = solve [beta v; state]
+    solve = _solve(k, scores, beta, decays, scratch)  # u = solve [beta v; state]
+    steps.check(decays.total, decays.between, decays.start, solve)
     read = scratch("read", M, L, R, C, K + C)  # y = read [state; u]
     scores = matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
     np.multiply(q, decays.start, out=read[..., :K])
@@ -47,20 +53,23 @@ def segment(part: Segment) -> None:
         keep = decay.rounded(decays.total, part.drift, carry.dtype)
         states[0] = carry
         chunks = zip(solve, known, u, k_end, states[:-1], keep, states[1:], strict=True)
-        for solve_c, known_c, u_c, k_c, before, factor, after in chunks:
+        for m, (solve_c, known_c, u_c, k_c, before, factor, after) in enumerate(chunks):
             matmul(solve_c, known_c, out=u_c)
             matmul(k_c, u_c, out=after)
             np.multiply(before, factor, out=kept)
             np.add(after, kept, out=after)
+            steps.redo(m, before, after)
         carry[...] = states[M]
         part.leave()
     part.answer(read, right[:M, ..., C:, :])
+    steps.answer()
 
 
-def _solve(k: np.ndarray, beta: np.ndarray, decays: decay.Decay, scratch: Scratch) -> np.ndarray:
+def _solve(
+    k: np.ndarray, scores: np.ndarray, beta: np.ndarray, decays: decay.Decay, scratch: Scratch
+) -> np.ndarray:
     """[(I + A)^-1, -(I + A)^-1 diag(beta D_i0) K], [M, L, R, C, C + K]."""
     (M, L, R, C, _), K = beta.shape, k.shape[-1]
-    scores = matmul(k, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
     a = np.multiply(scores, decays.between, out=scratch("a", M, L, R, C, C))
     a *= beta
     solve = scratch("solve", M, L, R, C, C + K)

@@ -16,6 +16,7 @@ import numpy as np
 from . import decay
 from .blas import matmul
 from .segment import Segment
+from .steps import Steps
 
 
 def segment(part: Segment) -> None:
@@ -23,11 +24,14 @@ def segment(part: Segment) -> None:
     scratch, carry = part.scratch, part.carry
     M, L, R, C, K, V = part.shape
     q, k = part.keys("q"), part.keys("k")  # [M, L, 1, C, K]
-    decays = decay.products(part.gates(), part.betas(), scratch)
     read = scratch("read", M, L, R, C, K + C)  # y = read [state; v]
     right = scratch("right", M + 1, L, R, K + C, V)  # the state before the chunk above v
     states, v = right[..., :K, :], right[:M, ..., K:, :]
     part.values(v)
+    gate, beta = part.gates(), part.betas()
+    steps = Steps(part, q, k, v, gate, beta)
+    decays = decay.products(gate, beta, scratch)
+    steps.check(decays.total, decays.between, decays.start)
     scores = matmul(q, k.swapaxes(-1, -2), out=scratch("scores", M, L, 1, C, C))
     np.multiply(q, decays.start, out=read[..., :K])
     np.multiply(scores, decays.between, out=read[..., K:])
@@ -37,9 +41,12 @@ def segment(part: Segment) -> None:
     with part.turn:
         keep = decay.rounded(decays.total, part.drift, carry.dtype)
         states[0] = carry
-        for factor, before, after in zip(keep, states[:-1], states[1:], strict=True):
+        chunks = zip(keep, states[:-1], states[1:], strict=True)
+        for m, (factor, before, after) in enumerate(chunks):
             np.multiply(before, factor, out=kept)
             np.add(after, kept, out=after)
+            steps.redo(m, before, after)
         carry[...] = states[M]
         part.leave()
     part.answer(read, right[:M])
+    steps.answer()
