@@ -16,6 +16,7 @@ from .arrays import View
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("highest", "tf32")
+PER_TOKEN = ("gate", "log_gate", "beta")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,10 @@ def check(
         try:
             views[label] = arrays.take(x)
         except TypeError as error:
-            fail(TypeError, f"{label} {error}")
+            text = str(error)
+            if label in PER_TOKEN and isinstance(x, (numbers.Number, np.generic)):
+                text = f"must be an array of shape (B, T, H), not a number; got {type(x).__name__}"
+            fail(TypeError, f"{label} {text}")
     first = views["q"]
     for label, x in views.items():
         if not x.beside(first):
@@ -128,8 +132,11 @@ def check(
         _shape(fail, "initial_state", views["initial_state"], "(N, H, K, V)", want)
     if "out" in views:
         _out(fail, views["out"], views["v"])
+    rule_of_precision = f"precision must be one of {', '.join(PRECISIONS)}"
+    if not isinstance(precision, str):
+        fail(TypeError, f"{rule_of_precision}; got {type(precision).__name__}")
     if precision not in PRECISIONS:
-        fail(ValueError, f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
+        fail(ValueError, f"{rule_of_precision}; got {precision!r}")
     return Problem(
         name=name,
         rule=rule,
@@ -144,8 +151,8 @@ def check(
         initial_state=views.get("initial_state"),
         cu_seqlens=offsets,
         scale=_scale(fail, scale),
-        qk_l2norm=bool(qk_l2norm),
-        return_state=bool(return_state),
+        qk_l2norm=_flag(fail, "qk_l2norm", qk_l2norm),
+        return_state=_flag(fail, "return_state", return_state),
         precision=precision,
         out=views.get("out"),
     )
@@ -185,7 +192,7 @@ def _sizes(fail: Fail, views: dict[str, View]) -> dict[str, int]:
                 ValueError,
                 f"{label} must have a last axis {axis} of 1 to {MAX_HEAD_DIM}; got {size}",
             )
-    for label in ("gate", "log_gate", "beta"):
+    for label in PER_TOKEN:
         if label in views:
             _shape(fail, label, views[label], "(B, T, H)", (B, T, H))
     return {"B": B, "T": T, "H": H, "Hq": Hq, "K": K, "V": V}
@@ -194,7 +201,9 @@ def _sizes(fail: Fail, views: dict[str, View]) -> dict[str, int]:
 def _dtypes(fail: Fail, views: dict[str, View]) -> None:
     dtype = views["q"].dtype
     if dtype not in arrays.FLOATS:
-        fail(TypeError, f"q must have dtype {', '.join(arrays.FLOATS)}; got {dtype}")
+        *others, last = arrays.FLOATS
+        names = ", ".join(others)
+        fail(TypeError, f"q must have dtype {names} or {last}; got {dtype}")
     state = "float64" if dtype == "float64" else "float32"
     allowed = {
         "k": (dtype,),
@@ -206,12 +215,28 @@ def _dtypes(fail: Fail, views: dict[str, View]) -> None:
         "out": (dtype,),
     }
     for label, x in views.items():
-        names = dict.fromkeys(allowed.get(label, (dtype,)))
-        if x.dtype not in names:
+        kinds = list(dict.fromkeys(allowed.get(label, (dtype,))))
+        if x.dtype not in kinds:
+            hint = _conversion(label, x, kinds[0])
             fail(
                 TypeError,
-                f"{label} must have dtype {' or '.join(names)} for q of {dtype}; got {x.dtype}",
+                f"{label} must have dtype {' or '.join(kinds)} for q of {dtype}{hint}; "
+                f"got {x.dtype}",
             )
+
+
+def _conversion(label: str, x: View, dtype: str) -> str:
+    """How to mend what random generators and sums in float64 make."""
+    if label in ("q", "k", "v", "out"):
+        return ""
+    call = {"torch": f"to(torch.{dtype})", "dlpack": ""}.get(x.family, f'astype("{dtype}")')
+    return f" (convert it: {label}.{call})" if call else ""
+
+
+def _flag(fail: Fail, label: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        fail(TypeError, f"{label} must be True or False; got {type(value).__name__}")
+    return bool(value)
 
 
 def _out(fail: Fail, out: View, v: View) -> None:
@@ -240,10 +265,17 @@ def _scale(fail: Fail, scale: Any) -> float:
     if getattr(scale, "shape", None) == () and hasattr(scale, "__float__"):
         dtype = getattr(scale.dtype, "name", str(scale.dtype).rpartition(".")[2])
         if not dtype.startswith(("float", "bfloat", "longdouble", "int", "uint")):
-            fail(TypeError, f"scale must be a real number; got {kind} of {dtype}")
+            own = isinstance(scale, np.generic)  # whose type is the dtype
+            fail(
+                TypeError,
+                f"scale must be a real number; got {kind if own else f'{kind} of {dtype}'}",
+            )
     elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         fail(TypeError, f"scale must be a real number; got {kind}")
-    value = float(scale)
+    try:
+        value = float(scale)
+    except OverflowError:
+        fail(ValueError, f"scale must be finite as a float; got {kind} beyond its range")
     if not math.isfinite(value):
         fail(ValueError, f"scale must be finite; got {value}")
     return value
@@ -268,16 +300,16 @@ def _offsets(fail: Fail, cu_seqlens: Any, q: View, B: int, T: int) -> tuple[np.n
         fail(TypeError, f"cu_seqlens must hold integers; got dtype {dtype}")
     if ends.ndim != 1 or ends.size == 0:
         fail(ValueError, f"cu_seqlens must have shape (N + 1,) with N >= 0; got {ends.shape}")
-    ends = ends.astype(np.int64)  # a copy, which no caller can change under the work
+    ends = ends.copy()  # which no caller can change under the work
     if ends[0] != 0:
         fail(ValueError, f"cu_seqlens must start with 0; got {ends[0]}")
-    falls = np.flatnonzero(np.diff(ends) < 0)
+    falls = np.flatnonzero(ends[1:] < ends[:-1])
     if falls.size:
         i = int(falls[0])
         fail(ValueError, f"cu_seqlens must not decrease; got {ends[i]}, {ends[i + 1]} at {i}")
     if ends[-1] > T:
         fail(ValueError, f"cu_seqlens must end at T = {T} or before; got {ends[-1]}")
-    return ends, ends.size - 1
+    return ends.astype(np.int64), ends.size - 1
 
 
 def _listed(fail: Fail, values: Any) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import fractions
 import re
 
 import numpy as np
@@ -25,6 +26,11 @@ def good(dtype="float32") -> dict:
 
 def zeros(*shape, dtype="float32"):
     return np.zeros(shape, dtype)
+
+
+def one_entry() -> dict:
+    """The same with B = 1."""
+    return {name: x[:1] for name, x in good().items()} | {"out": None}
 
 
 def strided(shape, strides):
@@ -111,17 +117,18 @@ DTYPES = [
     *(
         (
             {"q": zeros(B, T, HQ, K, dtype=dtype)},
-            f"q must have dtype float16, bfloat16, float32, float64; got {dtype}",
+            f"q must have dtype float16, bfloat16, float32 or float64; got {dtype}",
         )
         for dtype in ("int64", "uint8", "bool", "complex64", "object")
     ),
     (
         {"q": zeros(B, T, HQ, K, dtype="longdouble")},
-        f"q must have dtype float16, bfloat16, float32, float64; got {np.dtype('longdouble').name}",
+        "q must have dtype float16, bfloat16, float32 or float64; "
+        f"got {np.dtype('longdouble').name}",
     ),
     (
         {"q": zeros(B, T, HQ, K, dtype=[("a", "f4"), ("b", "f4")])},
-        "q must have dtype float16, bfloat16, float32, float64; got void64",
+        "q must have dtype float16, bfloat16, float32 or float64; got void64",
     ),
     (
         {"k": zeros(B, T, HQ, K, dtype="float64")},
@@ -134,14 +141,16 @@ DTYPES = [
     *(
         (
             {"gate": None, label: zeros(B, T, H, dtype=dtype)},
-            f"{label} must have dtype float32 for q of float32; got {dtype}",
+            f"{label} must have dtype float32 for q of float32 "
+            f'(convert it: {label}.astype("float32")); got {dtype}',
         )
         for label in ("gate", "log_gate", "beta")
         for dtype in ("float64", "float16", "int32")
     ),
     (
         {"initial_state": zeros(B, H, K, V, dtype="float64")},
-        "initial_state must have dtype float32 for q of float32; got float64",
+        "initial_state must have dtype float32 for q of float32 "
+        '(convert it: initial_state.astype("float32")); got float64',
     ),
     (
         {"out": zeros(B, T, H, V, dtype="float64")},
@@ -159,9 +168,17 @@ KINDS = [
         for label in ("q", "k", "v")
         for value, kind in [(None, "NoneType"), ([[[[1.0]]]], "list"), (1.0, "float")]
     ),
+    *(
+        (
+            {"gate": None, label: value},
+            f"{label} must be an array of shape (B, T, H), not a number; got {kind}",
+        )
+        for label in ("gate", "log_gate", "beta")
+        for value, kind in [(0.9, "float"), (1, "int"), (np.float32(0.9), "float32")]
+    ),
     (
-        {"gate": 0.9},
-        "gate must be an array (NumPy, CuPy, torch or any object with __dlpack__); got float",
+        {"gate": [[[0.9]]]},
+        "gate must be an array (NumPy, CuPy, torch or any object with __dlpack__); got list",
     ),
     (
         {"initial_state": np.float32(0)},
@@ -196,13 +213,41 @@ OUT = [
     ({"out": unaligned(B, T, H, V)}, "out must be aligned and in native byte order; got one"),
 ]
 
+FLAGS = [
+    *(
+        ({"precision": value}, f"precision must be one of highest, tf32; got {kind}")
+        for value, kind in [(None, "NoneType"), (32, "int"), (np.array([1, 2]), "ndarray")]
+    ),
+    *(
+        ({"return_state": value}, f"return_state must be True or False; got {kind}")
+        for value, kind in [
+            (None, "NoneType"),
+            (1, "int"),
+            ("no", "str"),
+            (np.array([1, 2]), "ndarray"),
+            (np.array(True), "ndarray"),
+        ]
+    ),
+]
+
 OPTIONS = [
     (
         {"log_gate": zeros(B, T, H)},
         "gate must be given in one form, as gate or as log_gate; got both",
     ),
     ({"precision": "TF32"}, "precision must be one of highest, tf32; got 'TF32'"),
-    ({"precision": None}, "precision must be one of highest, tf32; got None"),
+    *(
+        ({"scale": scale}, f"scale must be finite as a float; got {kind} beyond its range")
+        for scale, kind in [(10**400, "int"), (fractions.Fraction(-(10**400), 3), "Fraction")]
+    ),
+    (
+        {"cu_seqlens": np.array([0, 2**63 + 5], np.uint64), **one_entry()},
+        f"cu_seqlens must end at T = 6 or before; got {2**63 + 5}",
+    ),
+    (
+        {"cu_seqlens": np.array([0, 2**63 + 5, 3], np.uint64), **one_entry()},
+        f"cu_seqlens must not decrease; got {2**63 + 5}, 3 at 1",
+    ),
     *(
         ({"scale": scale}, f"scale must be a real number; got {text}")
         for scale, text in [
@@ -211,9 +256,9 @@ OPTIONS = [
             (b"1", "bytes"),
             (bytearray(b"1"), "bytearray"),
             (True, "bool"),
-            (np.True_, "bool of bool"),
+            (np.True_, type(np.True_).__name__),
             (1j, "complex"),
-            (np.complex64(1), "complex64 of complex64"),
+            (np.complex64(1), "complex64"),
             (np.array(True), "ndarray of bool"),
             (np.array("1"), "ndarray of str"),
             (np.array([0.5]), "ndarray"),
@@ -229,7 +274,7 @@ OPTIONS = [
 
 CASES = [
     *((ValueError, *case) for case in SHAPES),
-    *((TypeError, *case) for case in [*DTYPES, *KINDS]),
+    *((TypeError, *case) for case in [*DTYPES, *KINDS, *FLAGS]),
     *((ValueError, *case) for case in [*OUT, *OPTIONS]),
 ]
 
@@ -272,6 +317,33 @@ def test_qk_l2norm_belongs_to_the_delta_rule():
         cupy_gdelta.gated_linear_attention(**good(), qk_l2norm=True)
 
 
+@pytest.mark.parametrize("value", ["no", 1, None, np.array([1, 2])])
+def test_a_flag_is_a_bool(value):
+    text = f"qk_l2norm must be True or False; got {type(value).__name__}"
+    with pytest.raises(TypeError, match=text):
+        cupy_gdelta.gated_delta_rule(**good(), qk_l2norm=value)
+
+
+def test_a_flag_may_be_a_bool_of_numpy():
+    for value in (True, np.True_):
+        got = cupy_gdelta.gated_delta_rule(**good(), qk_l2norm=value, return_state=value)
+        assert len(got) == 2
+        assert isinstance(
+            cupy_gdelta.gated_delta_rule(**good(), qk_l2norm=np.False_, return_state=np.False_),
+            np.ndarray,
+        )
+
+
+def test_how_to_convert_a_tensor():
+    torch = pytest.importorskip("torch")
+    p = {n: torch.from_numpy(x) for n, x in good().items()}
+    text = (
+        r"beta must have dtype float32 .* \(convert it: beta\.to\(torch\.float32\)\); got float64"
+    )
+    with pytest.raises(TypeError, match=text):
+        cupy_gdelta.gated_delta_rule(**p | {"beta": p["beta"].double()})
+
+
 def test_options_are_given_by_name():
     p = good()
     with pytest.raises(TypeError, match="positional"):
@@ -288,7 +360,7 @@ def test_gates_come_in_the_dtype_of_q_or_in_float32(dtype):
     with pytest.raises(TypeError, match=f"v must have dtype {dtype} for q of {dtype}; got {wrong}"):
         cupy_gdelta.gated_delta_rule(**p | {"v": p["v"].astype(wrong)})
     p["beta"] = p["beta"].astype("int32")
-    expected = f"beta must have dtype float32 or {dtype} for q of {dtype}; got int32"
+    expected = f"beta must have dtype float32 or {dtype} for q of {dtype} .*; got int32"
     with pytest.raises(TypeError, match=expected):
         cupy_gdelta.gated_delta_rule(**p)
 
@@ -361,7 +433,7 @@ def test_a_scale_that_requires_grad_is_refused():
 
 def test_problem_knows_its_sizes_and_its_state():
     p = good("float16")
-    x = problem.check("f", "delta", *p.values(), return_state=1)
+    x = problem.check("f", "delta", *p.values(), return_state=np.True_)
     assert (x.B, x.T, x.H, x.Hq, x.K, x.V, x.N) == (B, T, H, HQ, K, V, B)
     assert (x.dtype, x.state_dtype, x.return_state, x.scale) == ("float16", "float32", True, 1.0)
     assert x.inputs == [x.q, x.k, x.v, x.gate, x.beta]
