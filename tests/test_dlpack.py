@@ -347,19 +347,32 @@ def test_results_hold_no_memory_of_the_inputs(strict, rng):
     assert np.isfinite(host(y)).all()
 
 
-def test_results_that_live_to_the_end_of_the_process():
-    code = """
-        import sys
-        import numpy as np
-        import torch
-        import array_api_strict as strict
-        import cupy_gdelta
+END = """
+    import sys
+    import numpy as np
+    import cupy_gdelta
+    from cupy_gdelta import dlpack
 
-        x = strict.ones((1, 3, 1, 4))
-        sys.kept = [cupy_gdelta.gated_linear_attention(x, x, x)]
-        from cupy_gdelta import dlpack
-        bits = np.zeros(3, np.uint16)
-        sys.kept += [torch.from_dlpack(dlpack.Export(bits, "bfloat16")), dlpack.read(torch.ones(3))]
-        torch.kept = sys.kept
-    """
-    python(code)
+    sys.kept = [dlpack.read(dlpack.Export(np.zeros(3, np.uint16), "bfloat16"))]
+"""
+WITH_STRICT = """
+    import array_api_strict as strict
+
+    x = strict.ones((1, 3, 1, 4))
+    sys.kept += [cupy_gdelta.gated_linear_attention(x, x, x)]
+"""
+WITH_TORCH = """
+    import torch
+
+    bits = np.zeros(3, np.uint16)
+    sys.kept += [torch.from_dlpack(dlpack.Export(bits, "bfloat16")), dlpack.read(torch.ones(3))]
+    torch.kept = sys.kept
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "code"), [("numpy", ""), ("array_api_strict", WITH_STRICT), ("torch", WITH_TORCH)]
+)
+def test_results_that_live_to_the_end_of_the_process(library, code):
+    pytest.importorskip(library)
+    python(END + code)
