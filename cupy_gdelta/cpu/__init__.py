@@ -1,8 +1,8 @@
 """Both rules on NumPy and its BLAS, in chunks of tokens.
 
-``linear`` and ``delta`` hold the equations; ``decay`` the products of gates; ``steps`` the loop over
-tokens for chunks where those would overflow; ``blas`` the products of matrices; ``pieces`` the way
-from the caller's arrays to the chunks and back; ``walk`` the order of the work and its threads.
+``linear`` and ``delta`` hold the equations; ``decay`` the products of gates; ``steps`` the loop
+over tokens for chunks where those could overflow; ``blas`` the products of matrices; ``pieces`` the
+way from the caller's arrays to the chunks and back; ``walk`` the order of the work and its threads.
 """
 
 from __future__ import annotations
