@@ -5,6 +5,10 @@
 
 #ifdef SIMT_HOST
 #include <simt.h>
+
+inline unsigned pack_bfloat16(float low, float high) {
+  return float_to_bfloat16_bits(low) | static_cast<unsigned>(float_to_bfloat16_bits(high)) << 16;
+}
 #else
 
 // Dynamic shared memory of a kernel, `name` of element type `type`, aligned for 16-byte access.
@@ -32,6 +36,64 @@ __device__ __forceinline__ unsigned short float_to_bfloat16_bits(float x) {
   unsigned short y;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
   return y;
+}
+
+// Two numbers, rounded, in one register.
+__device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
+  unsigned y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+// d += a b: a 16 x 16 by rows, b 16 x 8 by columns, d 16 x 8.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4],
+                                                  const unsigned (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// Four 8 x 8 tiles of 16-bit numbers; lane l gives the address of row l % 8 of tile l / 8.
+template <bool kTransposed = false>
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// Starts a copy of kBytes into shared memory, of which valid_bytes are read and the rest is zeros.
+template <int kBytes>
+__device__ __forceinline__ void cp_async(void* shared, const void* global,
+                                         int valid_bytes = kBytes) {
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(valid_bytes)
+                 : "memory");
+  else  // short copies pass through the L1 cache
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+                 "l"(global), "n"(kBytes), "r"(valid_bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until no more than kPending of this thread's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 #endif

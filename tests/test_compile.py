@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 pytest.importorskip("cupy")
 
-from cupy_gdelta.gpu import loader, plan, recurrent  # noqa: E402
+from cupy_gdelta.gpu import linear, loader, plan, recurrent  # noqa: E402
 
 PLANTED = (Path(nvrtc.__file__).parent / "spills.cu").read_text()
 
@@ -35,38 +36,49 @@ MANY = {
 }
 
 
-def instantiations(shapes, dtypes, tokens, items, multiprocessors, aligned, normalise) -> list[str]:
-    """Every instantiation of cuda/recurrent.cu that is chosen for some of these problems."""
-    found = set()
+def instantiations(
+    shapes, dtypes, tokens, items, multiprocessors, aligned, normalise, arch
+) -> dict[str, list[str]]:
+    """Every instantiation that is chosen for some of these problems, by the stem of its file."""
+    found: dict[str, set[str]] = {"recurrent": set(), "linear": {"scan_pieces"}}
+    shared = (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
     for (K, V), dtype, T, n, sms, bytes_, rule in itertools.product(
         shapes, dtypes, tokens, items, multiprocessors, aligned, recurrent.RULES
     ):
-        chosen = plan.choose(rule, dtype, T, n, K, V, sms, bytes_)
-        for unit in normalise if rule == "delta" else (False,):
-            found.add(recurrent.expression(rule, dtype, chosen.sums, unit, K, V, chosen.tile))
-    return sorted(found)
+        chosen = plan.choose(rule, dtype, T, n, K, V, sms, bytes_, shared_limit=shared)
+        if chosen.kernel == "linear":
+            expressions = [linear.expression(K, V, chosen.tile, output) for output in (True, False)]
+        else:
+            expressions = [
+                recurrent.expression(rule, dtype, chosen.sums, unit, K, V, chosen.tile)
+                for unit in (normalise if rule == "delta" else (False,))
+            ]
+        found[chosen.kernel].update(expressions)
+    return {stem: sorted(expressions) for stem, expressions in found.items()}
 
 
-def assert_in_registers(expressions: list[str], arch: str) -> None:
-    source, workers = loader.source("recurrent"), os.cpu_count() or 1
-    parts = [expressions[i::workers] for i in range(min(workers, len(expressions)))]
-    with ThreadPoolExecutor(workers) as pool:
-        done = pool.map(lambda part: nvrtc.usage(source, part, arch, loader.OPTIONS), parts)
-        found = {name: used for part in done for name, used in part.items()}
-    bad = {e: u for e, u in found.items() if u.stack or u.spill_stores or u.spill_loads}
-    assert not bad, f"{arch}: {len(bad)} of {len(found)} kernels use local memory: {bad}"
+def assert_in_registers(instantiations: dict[str, list[str]], arch: str) -> None:
+    workers = os.cpu_count() or 1
+    for stem, expressions in instantiations.items():
+        source = loader.source(stem)
+        parts = [expressions[i::workers] for i in range(min(workers, len(expressions)))]
+        work = functools.partial(nvrtc.usage, source, arch=arch, options=loader.OPTIONS)
+        with ThreadPoolExecutor(workers) as pool:
+            found = {name: used for part in pool.map(work, parts) for name, used in part.items()}
+        bad = {e: u for e, u in found.items() if u.stack or u.spill_stores or u.spill_loads}
+        assert not bad, f"{arch}: {len(bad)} of {len(found)} kernels use local memory: {bad}"
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
 def test_chosen_kernels_stay_in_registers(arch):
-    assert_in_registers(instantiations(**FEW, normalise=[True]), arch)
+    assert_in_registers(instantiations(**FEW, normalise=[True], arch=arch), arch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
 def test_all_kernels_stay_in_registers(arch):
-    assert_in_registers(instantiations(**MANY, normalise=[False, True]), arch)
+    assert_in_registers(instantiations(**MANY, normalise=[False, True], arch=arch), arch)
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)

@@ -27,9 +27,9 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
         f"set CUPY_CACHE_DIR to a folder that can be written"
     ) from error
 
-from . import plan, recurrent
+from . import linear, plan, recurrent
 
-__all__ = ["forward", "plan", "recurrent"]
+__all__ = ["forward", "linear", "plan", "recurrent"]
 
 
 def forward(p: Problem, y: View, state: View | None) -> None:
@@ -46,6 +46,8 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             longest = int(np.diff(offsets).max())
             offsets = _upload(offsets.tobytes(), p.v.device)
         q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
+        target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
+        multiprocessors, shared_limit = _limits(p.v.device)
         chosen = plan.choose(
             p.rule,
             p.dtype,
@@ -53,30 +55,33 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             p.N * p.H,
             p.K,
             p.V,
-            _multiprocessors(p.v.device),
-            plan.alignment(q, k, v),
+            multiprocessors,
+            plan.alignment(q, k, v, target),
             p.log_gate,
+            shared_limit,
         )
-        target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
         rows = dataclasses.replace(p, q=q, k=k, v=v) if _differ(p, q, k, v) else p
-        recurrent.launch(rows, chosen, target, state, offsets)
+        space = _LAUNCH[chosen.kernel](rows, chosen, target, state, offsets)
         if target is not y:
             arrays.fill(y, target)
         if p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing():
-            _keep(p, y, q, k, v, target)
+            _keep(p, y, q, k, v, target, space)
+
+
+_LAUNCH = {"recurrent": recurrent.launch, "linear": linear.launch}
 
 
 def _differ(p: Problem, q: View, k: View, v: View) -> bool:
     return q is not p.q or k is not p.k or v is not p.v
 
 
-def _keep(p: Problem, *views: View) -> None:
+def _keep(p: Problem, *views: View | None) -> None:
     """Hold on to what a captured graph reads and writes and the caller does not know of.
 
     CuPy would give the memory to other arrays after the call, torch has a pool for each graph.
     """
     known = [x.owner for x in (*p.inputs, p.out) if x is not None]
-    _captured.extend(x for x in views if not any(x.owner is y for y in known))
+    _captured.extend(x for x in views if x and not any(x.owner is y for y in known))
 
 
 @contextlib.contextmanager
@@ -102,7 +107,8 @@ def _stream(handle: int, device: int) -> cupy.cuda.Stream:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def _limits(device: int) -> tuple[int, int]:
+    """Multiprocessors of a device, and bytes of shared memory that a block may have."""
     found = cupy.cuda.Device(device)
     major, minor = divmod(int(found.compute_capability), 10)
     if major < 8:
@@ -110,7 +116,8 @@ def _multiprocessors(device: int) -> int:
             f"cupy_gdelta: its kernels need a GPU of compute capability 8.0 or newer; "
             f"CUDA device {device} has {major}.{minor}"
         )
-    return found.attributes["MultiProcessorCount"]
+    facts = found.attributes
+    return facts["MultiProcessorCount"], facts["MaxSharedMemoryPerBlockOptin"]
 
 
 _captured: list[View] = []  # used by graphs, which may be replayed at any time

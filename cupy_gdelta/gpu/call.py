@@ -12,6 +12,7 @@ from ..problem import Problem
 # CallArgs: nine addresses, six times three strides, four of the state, then sizes and kinds.
 ARGS = struct.Struct("=9Q 18q 4q q 4q d 4i")
 _NONE = (0, 0, 0)
+MAX_GRID = 2**31 - 1
 
 
 def arguments(p: Problem, y: View, state: View | None, offsets: View | None) -> np.ndarray:

@@ -11,6 +11,8 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
+from . import chunks
+from .chunks import ChunkTile
 
 STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
 ROW_WORDS = {"linear": 96, "delta": 80}  # and on its parts of the state, of q and of k together
@@ -20,6 +22,7 @@ MAX_WARPS = 8
 # Tokens past which a float32 state could lose more than the contract allows: its errors need not
 # average out, with data of one sign they grow with the number of tokens.
 LONG_SUM = {"float16": 8192, "bfloat16": 65536, "float32": 256}
+SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90 and sm_100
 LONG_LOG_GATE = 32  # for float32: a rounded exponential errs alike at every equal gate
 
 
@@ -46,7 +49,7 @@ class Plan:
 
     kernel: str
     sums: str  # dtype that sums are made in
-    tile: Tile
+    tile: Tile | ChunkTile
     reason: str
 
 
@@ -71,12 +74,17 @@ def choose(
     multiprocessors: int,
     aligned: int = 16,
     log_gate: bool = False,
+    shared_limit: int = SHARED_LIMIT,
 ) -> Plan:
     """Plan for ``items`` = N * H independent recurrences of at most T tokens.
 
-    ``aligned`` is the largest power of two, up to 16, that divides the address of every row of q, k
-    and v, in bytes.
+    ``aligned`` is the largest power of two, up to 16, that divides the address of every row of q,
+    k, v and y, in bytes; ``shared_limit`` the bytes of shared memory that a block may have.
     """
+    if rule == "linear" and dtype == "bfloat16" and T >= chunks.SHORTEST:
+        tile = chunks.best_tile(T, items, K, V, multiprocessors, aligned == 16, shared_limit)
+        if tile is not None:
+            return Plan("linear", "float32", tile, f"chunks on tensor cores, {tile.reason}")
     made_in, why = sums(dtype, T, log_gate)
     return _choose(rule, dtype, made_in, why, items, K, V, multiprocessors, aligned)
 

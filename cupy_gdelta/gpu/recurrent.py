@@ -17,7 +17,6 @@ TYPES = {
     "float64": "double",
 }
 RULES = {"linear": "kLinear", "delta": "kDelta"}
-MAX_GRID = 2**31 - 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,11 +34,12 @@ def expression(
 def launch(p: Problem, plan: Plan, y: View, state: View | None, offsets: View | None) -> None:
     """Run on the current stream of the current device, which must be the arrays' own."""
     tile = plan.tile
+    assert isinstance(tile, Tile)
     name = expression(p.rule, p.dtype, plan.sums, p.qk_l2norm, p.K, p.V, tile)
     kernel: Any = loader.kernel("recurrent", name, p.v.device, tile.shared_bytes)
     blocks = p.N * p.H * -(-p.V // tile.block_cols)
     kernel(
-        (min(blocks, MAX_GRID),),
+        (min(blocks, call.MAX_GRID),),
         (tile.threads,),
         (call.arguments(p, y, state, offsets),),
         shared_mem=tile.shared_bytes,
