@@ -8,6 +8,15 @@ constexpr int kBlock = 16;  // tokens of a block, the height of a tensor-core ti
 constexpr int kBlocks = kChunk / kBlock;
 constexpr int kDiagonalRow = 20;  // floats, so that eight rows fall into different banks
 
+// A product that overflows is kept at the largest number of bfloat16: a state or a value of 0 stays
+// 0 under it, as it does step by step, where infinity would make NaN of it. NaN stays NaN.
+constexpr float kLargest = 3.3895314e38f;
+constexpr float kWildProduct = 1.152921504606847e18f;  // 2^60
+
+__device__ __forceinline__ float bounded(float x) {
+  return x > kLargest ? kLargest : (x < -kLargest ? -kLargest : x);
+}
+
 // beta is multiplied into whatever weighs a token that is written.
 struct alignas(16) Decay {
   float gate[kChunk], beta[kChunk];
@@ -18,24 +27,55 @@ struct alignas(16) Decay {
   float between[kBlocks][kBlocks];  // [r][c]: all gates of the blocks between c and r, c < r
   float diagonal[kBlocks][kBlock][kDiagonalRow];  // [block][i][j]: gates j + 1 to i, beta of j
   float whole;                                    // all gates
+  int wild;                                       // whether products of gates may pass 2^60
 
   // All but the diagonal, by one warp; lane l brings tokens 2 l and 2 l + 1. Past the last token:
   // gate 1, beta 0.
   __device__ __forceinline__ void fill(int lane, float g0, float g1, float b0, float b1) {
-    const int t = 2 * lane, in = lane % 8;  // a block is eight lanes
-    float head = g0 * g1, tail = g0 * g1;   // products of pairs up to, and from, this lane's
+    float peak = fmaxf(1.f, fabsf(g0)) * fmaxf(1.f, fabsf(g1));  // a gate of NaN counts as 1
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) peak *= __shfl_xor_sync(0xffffffffu, peak, step);
+    if (lane == 0) wild = peak > kWildProduct;
+    if (peak > kWildProduct)
+      fill<true>(lane, g0, g1, b0, b1);
+    else
+      fill<false>(lane, g0, g1, b0, b1);
+  }
+
+  // The diagonal blocks, by one warp, of what fill left: two columns a lane, row by row.
+  __device__ __forceinline__ void fill_diagonal(int lane) {
+    if (wild)
+      fill_diagonal<true>(lane);
+    else
+      fill_diagonal<false>(lane);
+  }
+
+ private:
+  static __device__ __forceinline__ void put(float* to, int t, float x0, float x1) {
+    *reinterpret_cast<float2*>(to + t) = {x0, x1};
+  }
+
+  template <bool kWild>
+  static __device__ __forceinline__ float times(float x, float y) {
+    return kWild ? bounded(x * y) : x * y;
+  }
+
+  template <bool kWild>
+  __device__ __forceinline__ void fill(int lane, float g0, float g1, float b0, float b1) {
+    const int t = 2 * lane, in = lane % 8;           // a block is eight lanes
+    float head = times<kWild>(g0, g1), tail = head;  // of pairs up to, and from, this lane's
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) {
       const float before = __shfl_up_sync(0xffffffffu, head, step);
       const float after = __shfl_down_sync(0xffffffffu, tail, step);
-      if (in >= step) head *= before;
-      if (in + step < 8) tail *= after;
+      if (in >= step) head = times<kWild>(before, head);
+      if (in + step < 8) tail = times<kWild>(tail, after);
     }
     const float before = __shfl_up_sync(0xffffffffu, head, 1);
     const float after = __shfl_down_sync(0xffffffffu, tail, 1);
-    const float start = in == 0 ? g0 : before * g0;
-    const float end = in == 7 ? b1 : after * b1;
-    const float end0 = (in == 7 ? g1 : after * g1) * b0;
+    const float start = in == 0 ? g0 : times<kWild>(before, g0);
+    const float end = in == 7 ? b1 : times<kWild>(after, b1);
+    const float end0 = times<kWild>(in == 7 ? g1 : times<kWild>(after, g1), b0);
     float total[kBlocks];
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) total[b] = __shfl_sync(0xffffffffu, head, 8 * b + 7);
@@ -43,27 +83,30 @@ struct alignas(16) Decay {
     float earlier = 1, later = 1;
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
-      if (b < block) earlier *= total[b];
-      if (b > block) later *= total[b];
+      if (b < block) earlier = times<kWild>(earlier, total[b]);
+      if (b > block) later = times<kWild>(later, total[b]);
     }
     put(gate, t, g0, g1);
     put(beta, t, b0, b1);
     put(in_block, t, start, head);
     put(to_block_end, t, end0, end);
-    put(from_start, t, earlier * start, earlier * head);
-    put(to_end, t, later * end0, later * end);
+    put(from_start, t, times<kWild>(earlier, start), times<kWild>(earlier, head));
+    put(to_end, t, times<kWild>(end0, later), times<kWild>(end, later));
     if (lane < kBlocks * kBlocks) {
       const int r = lane / kBlocks, c = lane % kBlocks;
       float product = 1;
 #pragma unroll
       for (int b = 0; b < kBlocks; b++)
-        if (b > c && b < r) product *= total[b];
+        if (b > c && b < r) product = times<kWild>(product, total[b]);
       between[r][c] = product;
     }
-    if (lane == 0) whole = total[0] * total[1] * total[2] * total[3];
+    if (lane == 0) {
+      whole = 1;
+      for (int b = 0; b < kBlocks; b++) whole = times<kWild>(whole, total[b]);
+    }
   }
 
-  // The diagonal blocks, by one warp, of what fill left: two columns a lane, row by row.
+  template <bool kWild>
   __device__ __forceinline__ void fill_diagonal(int lane) {
     const int block = lane / 8, j = lane % 8 * 2;
     const float b0 = beta[2 * lane], b1 = beta[2 * lane + 1];
@@ -73,14 +116,9 @@ struct alignas(16) Decay {
     float d0 = 0, d1 = 0;
 #pragma unroll
     for (int i = 0; i < kBlock; i++) {
-      d0 = i == j ? b0 : (i > j ? d0 * g[i] : 0.f);
-      d1 = i == j + 1 ? b1 : (i > j + 1 ? d1 * g[i] : 0.f);
+      d0 = i == j ? b0 : (i > j ? times<kWild>(d0, g[i]) : 0.f);
+      d1 = i == j + 1 ? b1 : (i > j + 1 ? times<kWild>(d1, g[i]) : 0.f);
       put(diagonal[block][i], j, d0, d1);
     }
-  }
-
- private:
-  static __device__ __forceinline__ void put(float* to, int t, float x0, float x1) {
-    *reinterpret_cast<float2*>(to + t) = {x0, x1};
   }
 };

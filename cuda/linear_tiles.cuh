@@ -30,6 +30,7 @@ struct StateTiles {
   __device__ __forceinline__ void advance(const unsigned short* k, const unsigned short* v,
                                           const Decay& decay, int lane) {
     const float whole = decay.whole;
+    const bool wild = decay.wild;
     each(lane, [=](float& s, int, int) { s *= whole; });
 #pragma unroll
     for (int j = 0; j < kBlocks; j++) {
@@ -41,7 +42,7 @@ struct StateTiles {
         ldmatrix_x4<true>(kt[m], k + (j * kBlock + lane / 16 * 8 + lane % 8) * S::kKeyRow + m * 16 +
                                      lane / 8 % 2 * 8);
 #pragma unroll
-        for (int i = 0; i < 4; i++) kt[m][i] = weigh(kt[m][i], i < 2 ? w0 : w1);
+        for (int i = 0; i < 4; i++) kt[m][i] = weigh(kt[m][i], i < 2 ? w0 : w1, wild);
       }
 #pragma unroll
       for (int n = 0; n < kTilesAcross; n += 2) {
@@ -72,9 +73,14 @@ struct StateTiles {
  private:
   static __device__ __forceinline__ float2 pair(const float* x) { return {x[0], x[1]}; }
   // Two numbers in one register, each times its weight.
-  static __device__ __forceinline__ unsigned weigh(unsigned x, float2 w) {
-    return pack_bfloat16(bfloat16_bits_to_float(x & 0xffff) * w.x,
-                         bfloat16_bits_to_float(x >> 16) * w.y);
+  static __device__ __forceinline__ unsigned weigh(unsigned x, float2 w, bool wild) {
+    float low = bfloat16_bits_to_float(x & 0xffff) * w.x;
+    float high = bfloat16_bits_to_float(x >> 16) * w.y;
+    if (wild) {
+      low = bounded(low);
+      high = bounded(high);
+    }
+    return pack_bfloat16(low, high);
   }
 };
 
@@ -93,7 +99,7 @@ struct OutTiles {
     for (int n = 0; n < kTilesAcross; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) y[n][i] = 0;
-#pragma unroll 1
+#pragma unroll(S::kRowTiles >= 4 ? 2 : 1)
     for (int i = 0; i < S::kRowTiles; i++) {
       unsigned qt[4];
       ldmatrix_x4(qt, q + (r * kBlock + lane % 16) * S::kKeyRow + i * 16 + lane / 16 * 8);
@@ -137,28 +143,39 @@ struct OutTiles {
   }
 
   // Scores of block r with block c, times their decays, as the left factor of the next product.
-  static __device__ __forceinline__ void weigh_scores(unsigned (&p)[4], const float (&a)[2][4],
+  static __device__ __forceinline__ void weigh_scores(unsigned (&p)[4], float (&a)[2][4],
                                                       const Decay& decay, int r, int c, int lane) {
     const int i = lane / 4, j = lane % 4 * 2;
     const float between = decay.between[r][c];
-    const float row0 = between * decay.in_block[r * kBlock + i];
-    const float row1 = between * decay.in_block[r * kBlock + i + 8];
+    float row0 = between * decay.in_block[r * kBlock + i];
+    float row1 = between * decay.in_block[r * kBlock + i + 8];
+    const bool wild = decay.wild;
+    if (wild) {
+      row0 = bounded(row0);
+      row1 = bounded(row1);
+    }
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       const int col = tile * 8 + j;
+      float* const s = a[tile];
       if (c < r) {
         const float w0 = decay.to_block_end[c * kBlock + col];
         const float w1 = decay.to_block_end[c * kBlock + col + 1];
-        p[2 * tile] = pack_bfloat16(a[tile][0] * row0 * w0, a[tile][1] * row0 * w1);
-        p[2 * tile + 1] = pack_bfloat16(a[tile][2] * row1 * w0, a[tile][3] * row1 * w1);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[e] = s[e] * (e < 2 ? row0 : row1) * (e % 2 ? w1 : w0);
       } else {  // above the diagonal a score may be anything, NaN too: it is not multiplied away
         const float* const d0 = decay.diagonal[r][i] + col;
         const float* const d1 = decay.diagonal[r][i + 8] + col;
-        p[2 * tile] = pack_bfloat16(col <= i ? a[tile][0] * d0[0] : 0.f,
-                                    col + 1 <= i ? a[tile][1] * d0[1] : 0.f);
-        p[2 * tile + 1] = pack_bfloat16(col <= i + 8 ? a[tile][2] * d1[0] : 0.f,
-                                        col + 1 <= i + 8 ? a[tile][3] * d1[1] : 0.f);
+        s[0] = col <= i ? s[0] * d0[0] : 0.f;
+        s[1] = col + 1 <= i ? s[1] * d0[1] : 0.f;
+        s[2] = col <= i + 8 ? s[2] * d1[0] : 0.f;
+        s[3] = col + 1 <= i + 8 ? s[3] * d1[1] : 0.f;
       }
+      if (wild)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[e] = bounded(s[e]);
+      p[2 * tile] = pack_bfloat16(s[0], s[1]);
+      p[2 * tile + 1] = pack_bfloat16(s[2], s[3]);
     }
   }
 };

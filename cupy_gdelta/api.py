@@ -56,8 +56,9 @@ def gated_linear_attention(
     cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
         Offsets of N sequences packed along T, with B = 1: sequence n is tokens ``cu_seqlens[n]`` to
         ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its
-        end belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is
-        read by the kernel alone, without a copy to the host, and entries out of range are clipped.
+        end belong to no sequence and get y = 0. On the host it is checked. As an array of q's
+        library on q's GPU it is read by the kernel alone, without a copy to the host: entries out
+        of range are clipped, and the kernel is chosen as for one sequence of T tokens.
     return_state : bool, default False
         Also return the state after the last token of each sequence.
     out : array, shape (B, T, H, V), optional
@@ -88,6 +89,10 @@ def gated_linear_attention(
     A NaN or Inf shows in the outputs that depend on it and reaches no other sequence, head or batch
     entry, nor an earlier chunk of its own sequence; within its chunk (at most 64 tokens) it may
     reach earlier tokens.
+
+    On a GPU bfloat16 inputs with K up to 128 run in chunks on tensor cores, all others token by
+    token. Where heads are too few to fill the GPU, chunked sequences are cut into pieces, and one
+    workspace holds the states of (pieces, N, H, K, V) in float32.
 
     The state with a scalar gate is the recurrence of RetNet (Sun et al., 2023, arXiv:2307.08621,
     with a constant gate) and of Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060); without a gate,
@@ -176,8 +181,9 @@ def gated_delta_rule(
     cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
         Offsets of N sequences packed along T, with B = 1: sequence n is tokens ``cu_seqlens[n]`` to
         ``cu_seqlens[n + 1]``. Starts with 0, never decreases, ends at T or before; tokens past its
-        end belong to no sequence and get y = 0. On the host it is checked; on the GPU of q it is
-        read by the kernel alone, without a copy to the host, and entries out of range are clipped.
+        end belong to no sequence and get y = 0. On the host it is checked. As an array of q's
+        library on q's GPU it is read by the kernel alone, without a copy to the host: entries out
+        of range are clipped, and the kernel is chosen as for one sequence of T tokens.
     return_state : bool, default False
         Also return the state after the last token of each sequence.
     out : array, shape (B, T, H, V), optional

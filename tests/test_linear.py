@@ -46,7 +46,7 @@ class Case:
 
     @property
     def tile(self) -> chunks.ChunkTile:
-        tile = chunks.best_tile(self.T, 1000, self.K, self.V, 132, self.wide, plan.SHARED_LIMIT)
+        tile = chunks.best_tile(1000, 1000, self.K, self.V, 132, self.wide, plan.SHARED_LIMIT)
         assert tile is not None
         chunk_count = (self.T + 63) // 64
         size = -(-chunk_count // self.pieces) * 64
@@ -181,6 +181,49 @@ def test_every_barrier_has_its_plant():
         assert text.count(name) == planted, name
 
 
+WILD = {  # gates at the start of all ones, and the values' first tokens that are 0
+    "overflow before anything is stored": ([1e20, 1e20], 4),
+    "and forgotten": ([1e20, 1e20, 0], 4),
+    "three and forgotten": ([1e13, 1e13, 1e13, 0], 4),
+    "down and up": ([1e-30, 1e-30, 1e30, 1e30], 5),
+    "later": ([1] * 70 + [-1e25, 1e25, 0], 80),
+    "across blocks": ([1] * 10 + [1e9] * 20 + [0], 40),
+}
+
+
+def wild_inputs(family: Family, name: str) -> tuple[dict, np.ndarray]:
+    """One head of ones, and what the recurrence gives: nothing is stored before values begin."""
+    gates, zeros = WILD[name]
+    T = 100
+    x = {n: np.ones((1, T, 1, 16)) / 4 for n in "qk"} | {"v": np.ones((1, T, 1, 64))}
+    x["v"][:, :zeros] = 0
+    x["gate"] = np.ones((1, T, 1))
+    x["gate"][0, : len(gates), 0] = gates
+    x |= {"beta": np.ones((1, T, 1)), "initial_state": np.zeros((1, 1, 16, 64))}
+    y = np.maximum(np.arange(1, T + 1) - zeros, 0.0)
+    return family.arrays(x, "bfloat16"), np.broadcast_to(y[None, :, None, None], (1, T, 1, 64))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", WILD)
+def test_products_of_gates_that_overflow(name):
+    """A state of 0 stays 0 under any finite gate, as it does token by token."""
+    case = Case(16, 64, T=100, H=1, Hq=1)
+    x, expected = wild_inputs(Family("numpy"), name)
+    kernels = simt.Kernels(SOURCE, case.expressions)
+    y, _ = run_on_host(kernels, case, x)
+    assert_close(y, expected, accuracy.TOLERANCE["linear", "bfloat16"], name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WILD)
+def test_products_of_gates_that_overflow_on_a_gpu(name):
+    case = Case(16, 64, T=100, H=1, Hq=1)
+    x, expected = wild_inputs(Family("cupy"), name)
+    y, _ = launch_on_gpu(case, case.tile, x)
+    assert_close(y, expected, accuracy.TOLERANCE["linear", "bfloat16"], name)
+
+
 def launch_on_gpu(case: Case, tile: chunks.ChunkTile, x: dict) -> tuple:
     p, y, state = pose(case, x)
     offsets = None
@@ -203,8 +246,8 @@ def test_case_on_a_gpu(case, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("T", "H"), [(16, 300), (1000, 1), (5000, 2), (200, 100)])
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (24, 48), (100, 30)])
+@pytest.mark.parametrize(("T", "H"), [(64, 300), (1000, 1), (5000, 2), (200, 100)])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (48, 48), (100, 30)])
 def test_the_public_function_runs_it(T, H, K, V, rng):
     from cupy_gdelta import gated_linear_attention
 
@@ -225,6 +268,14 @@ def test_plans_fill_the_chip_with_pieces():
     assert few.pieces >= 4
     assert few.pieces * few.piece_size >= 32768
     assert chunks.best_tile(100, 4, 200, 64, 132, True, plan.SHARED_LIMIT) is None
+
+
+def test_few_tokens_go_one_by_one():
+    for K, longest in ((64, 63), (24, 191)):
+        kernels = [
+            plan.choose("linear", "bfloat16", T, 8, K, K, 132) for T in (longest, longest + 1)
+        ]
+        assert [chosen.kernel for chosen in kernels] == ["recurrent", "linear"]
 
 
 @pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024, 227 * 1024])

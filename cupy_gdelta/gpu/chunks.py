@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 CHUNK = 64  # tokens
 MAX_K = 128
-SHORTEST = 16  # tokens; shorter sequences are faster token by token
+SHORTEST = 64  # tokens; shorter sequences are faster token by token
+SHORTEST_SMALL, SMALL = 192, 2048  # the same for states of fewer numbers
 PIECE_CHUNKS = 8  # a piece has at least so many chunks, to be worth its state
 DECAY_BYTES = 4 * (6 * 64 + 16 + 64 * 20 + 4)  # sizeof(Decay)
 GATE_BYTES = 4 * 2 * 8 * 64  # sizeof(GateRing)
@@ -61,11 +62,12 @@ class ChunkTile:
 def best_tile(
     T: int, items: int, K: int, V: int, multiprocessors: int, aligned: bool, shared_limit: int
 ) -> ChunkTile | None:
-    """The widest and deepest tile that fits into shared memory and registers; None where none does.
+    """The widest and deepest tile that fits; None where none does, or tokens are too few for it.
 
     Heads that are too few to fill the chip are cut along T, into pieces that fill one wave.
     """
-    if K > MAX_K:
+    shortest = SHORTEST if K * V >= SMALL else SHORTEST_SMALL
+    if K > MAX_K or shortest > T:
         return None
     wide = aligned and K % 8 == 0 and V % 8 == 0
     chunks = -(-T // CHUNK)

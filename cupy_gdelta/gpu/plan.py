@@ -81,7 +81,7 @@ def choose(
     ``aligned`` is the largest power of two, up to 16, that divides the address of every row of q,
     k, v and y, in bytes; ``shared_limit`` the bytes of shared memory that a block may have.
     """
-    if rule == "linear" and dtype == "bfloat16" and T >= chunks.SHORTEST:
+    if rule == "linear" and dtype == "bfloat16":
         tile = chunks.best_tile(T, items, K, V, multiprocessors, aligned == 16, shared_limit)
         if tile is not None:
             return Plan("linear", "float32", tile, f"chunks on tensor cores, {tile.reason}")
