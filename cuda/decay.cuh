@@ -17,6 +17,11 @@ __device__ __forceinline__ float bounded(float x) {
   return x > kLargest ? kLargest : (x < -kLargest ? -kLargest : x);
 }
 
+template <bool kWild>
+__device__ __forceinline__ float times(float x, float y) {
+  return kWild ? bounded(x * y) : x * y;
+}
+
 // beta is multiplied into whatever weighs a token that is written.
 struct alignas(16) Decay {
   float gate[kChunk], beta[kChunk];
@@ -53,11 +58,6 @@ struct alignas(16) Decay {
  private:
   static __device__ __forceinline__ void put(float* to, int t, float x0, float x1) {
     *reinterpret_cast<float2*>(to + t) = {x0, x1};
-  }
-
-  template <bool kWild>
-  static __device__ __forceinline__ float times(float x, float y) {
-    return kWild ? bounded(x * y) : x * y;
   }
 
   template <bool kWild>

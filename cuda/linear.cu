@@ -79,7 +79,6 @@ __global__ void __launch_bounds__(Shape<K, V, kBlockCols, kStages, kOutput>::kTh
     __syncthreads();  // the padding is there; the item before has been read
 
     if (warp < S::kOutWarps) {
-      const int r = warp;
       unsigned short* const out = outs + warp * kBlock * S::kOutRow;
       unsigned short* const y =
           static_cast<unsigned short*>(a.y) + b * a.y_stride[0] + h * a.y_stride[2] + col0;
@@ -92,10 +91,10 @@ __global__ void __launch_bounds__(Shape<K, V, kBlockCols, kStages, kOutput>::kTh
         OutTiles<S, kBlockCols / 8> tiles;
         const unsigned short* const state = states + c % 2 * S::kStateSize;
         const Decay& decay = decays[c % kDecays];
-        if (r == 0) tiles.template make<0>(q, k, v, state, decay, lane);
-        if (r == 1) tiles.template make<1>(q, k, v, state, decay, lane);
-        if (r == 2) tiles.template make<2>(q, k, v, state, decay, lane);
-        if (r == 3) tiles.template make<3>(q, k, v, state, decay, lane);
+        if (decay.wild)
+          tiles.template make_row<true>(q, k, v, state, decay, warp, lane);
+        else
+          tiles.template make_row<false>(q, k, v, state, decay, warp, lane);
 #pragma unroll
         for (int n8 = 0; n8 < kBlockCols / 8; n8++)
 #pragma unroll
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(Shape<K, V, kBlockCols, kStages, kOutput>::kTh
                                          lane % 4 * 2) =
                 pack_bfloat16(scale * tiles.y[n8][2 * i], scale * tiles.y[n8][2 * i + 1]);
         __syncwarp();
-        const long long t0 = start + static_cast<long long>(c) * kChunk + r * kBlock;
+        const long long t0 = start + static_cast<long long>(c) * kChunk + warp * kBlock;
         constexpr int kStep = kWide ? 8 : 1, kSteps = kBlockCols / kStep;
 #pragma unroll 2
         for (int e = lane; e < 16 * kSteps; e += 32) {
@@ -141,9 +140,13 @@ __global__ void __launch_bounds__(Shape<K, V, kBlockCols, kStages, kOutput>::kTh
       for (int c = 0; c < chunks; c++) {
         __syncthreads();
         const unsigned short* const k = shared + c % kStages * S::kStage + S::kQuery;
-        tiles.advance(k + row0, k + kChunk * S::kKeyRow + own0, decays[c % kDecays], lane);
+        const Decay& decay = decays[c % kDecays];
+        if (decay.wild)
+          tiles.template advance<true>(k + row0, k + kChunk * S::kKeyRow + own0, decay, lane);
+        else
+          tiles.template advance<false>(k + row0, k + kChunk * S::kKeyRow + own0, decay, lane);
         if (kOutput) tiles.publish(mine + (c + 1) % 2 * S::kStateSize, lane);
-        whole *= decays[c % kDecays].whole;
+        whole *= decay.whole;
       }
       float* kept = nullptr;
       if (!kOutput)

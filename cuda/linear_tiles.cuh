@@ -27,12 +27,12 @@ struct StateTiles {
   }
 
   // S <- whole S + sum_j to_end_j k_j v_j^T, from the warp's columns of k and v in shared memory.
+  template <bool kWild>
   __device__ __forceinline__ void advance(const unsigned short* k, const unsigned short* v,
                                           const Decay& decay, int lane) {
     const float whole = decay.whole;
-    const bool wild = decay.wild;
     each(lane, [=](float& s, int, int) { s *= whole; });
-#pragma unroll
+#pragma unroll(kWild ? 1 : kBlocks)
     for (int j = 0; j < kBlocks; j++) {
       unsigned kt[kTilesDown][4];
       const float2 w0 = pair(decay.to_end + j * kBlock + lane % 4 * 2);
@@ -42,7 +42,7 @@ struct StateTiles {
         ldmatrix_x4<true>(kt[m], k + (j * kBlock + lane / 16 * 8 + lane % 8) * S::kKeyRow + m * 16 +
                                      lane / 8 % 2 * 8);
 #pragma unroll
-        for (int i = 0; i < 4; i++) kt[m][i] = weigh(kt[m][i], i < 2 ? w0 : w1, wild);
+        for (int i = 0; i < 4; i++) kt[m][i] = weigh<kWild>(kt[m][i], i < 2 ? w0 : w1);
       }
 #pragma unroll
       for (int n = 0; n < kTilesAcross; n += 2) {
@@ -73,14 +73,10 @@ struct StateTiles {
  private:
   static __device__ __forceinline__ float2 pair(const float* x) { return {x[0], x[1]}; }
   // Two numbers in one register, each times its weight.
-  static __device__ __forceinline__ unsigned weigh(unsigned x, float2 w, bool wild) {
-    float low = bfloat16_bits_to_float(x & 0xffff) * w.x;
-    float high = bfloat16_bits_to_float(x >> 16) * w.y;
-    if (wild) {
-      low = bounded(low);
-      high = bounded(high);
-    }
-    return pack_bfloat16(low, high);
+  template <bool kWild>
+  static __device__ __forceinline__ unsigned weigh(unsigned x, float2 w) {
+    return pack_bfloat16(times<kWild>(bfloat16_bits_to_float(x & 0xffff), w.x),
+                         times<kWild>(bfloat16_bits_to_float(x >> 16), w.y));
   }
 };
 
@@ -89,8 +85,20 @@ template <class S, int kTilesAcross>
 struct OutTiles {
   float y[kTilesAcross][4];
 
-  // r is known to the compiler, so that the products of all blocks of keys go side by side.
-  template <int r>
+  // Row of blocks r, which the compiler must know.
+  template <bool kWild>
+  __device__ __forceinline__ void make_row(const unsigned short* q, const unsigned short* k,
+                                           const unsigned short* v, const unsigned short* state,
+                                           const Decay& decay, int r, int lane) {
+    if (r == 0) make<0, kWild>(q, k, v, state, decay, lane);
+    if (r == 1) make<1, kWild>(q, k, v, state, decay, lane);
+    if (r == 2) make<2, kWild>(q, k, v, state, decay, lane);
+    if (r == 3) make<3, kWild>(q, k, v, state, decay, lane);
+  }
+
+ private:
+  // The products of all blocks of keys go side by side.
+  template <int r, bool kWild>
   __device__ __forceinline__ void make(const unsigned short* q, const unsigned short* k,
                                        const unsigned short* v, const unsigned short* state,
                                        const Decay& decay, int lane) {
@@ -99,7 +107,7 @@ struct OutTiles {
     for (int n = 0; n < kTilesAcross; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) y[n][i] = 0;
-#pragma unroll(S::kRowTiles >= 4 ? 2 : 1)
+#pragma unroll(S::kRowTiles == 4 ? 2 : 1)
     for (int i = 0; i < S::kRowTiles; i++) {
       unsigned qt[4];
       ldmatrix_x4(qt, q + (r * kBlock + lane % 16) * S::kKeyRow + i * 16 + lane / 16 * 8);
@@ -123,12 +131,11 @@ struct OutTiles {
 #pragma unroll
     for (int c = 0; c <= r; c++) {
       unsigned p[4];
-      weigh_scores(p, scores[c], decay, r, c, lane);
+      weigh_scores<kWild>(p, scores[c], decay, r, c, lane);
       add_product(p, v + c * kBlock * S::kValueRow, lane);
     }
   }
 
- private:
   // y += a b for 16 rows of b from shared memory.
   __device__ __forceinline__ void add_product(const unsigned (&a)[4], const unsigned short* b,
                                               int lane) {
@@ -143,39 +150,31 @@ struct OutTiles {
   }
 
   // Scores of block r with block c, times their decays, as the left factor of the next product.
-  static __device__ __forceinline__ void weigh_scores(unsigned (&p)[4], float (&a)[2][4],
+  template <bool kWild>
+  static __device__ __forceinline__ void weigh_scores(unsigned (&p)[4], const float (&a)[2][4],
                                                       const Decay& decay, int r, int c, int lane) {
     const int i = lane / 4, j = lane % 4 * 2;
     const float between = decay.between[r][c];
-    float row0 = between * decay.in_block[r * kBlock + i];
-    float row1 = between * decay.in_block[r * kBlock + i + 8];
-    const bool wild = decay.wild;
-    if (wild) {
-      row0 = bounded(row0);
-      row1 = bounded(row1);
-    }
+    const float row0 = times<kWild>(between, decay.in_block[r * kBlock + i]);
+    const float row1 = times<kWild>(between, decay.in_block[r * kBlock + i + 8]);
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       const int col = tile * 8 + j;
-      float* const s = a[tile];
       if (c < r) {
         const float w0 = decay.to_block_end[c * kBlock + col];
         const float w1 = decay.to_block_end[c * kBlock + col + 1];
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[e] = s[e] * (e < 2 ? row0 : row1) * (e % 2 ? w1 : w0);
+        p[2 * tile] = pack_bfloat16(times<kWild>(times<kWild>(a[tile][0], row0), w0),
+                                    times<kWild>(times<kWild>(a[tile][1], row0), w1));
+        p[2 * tile + 1] = pack_bfloat16(times<kWild>(times<kWild>(a[tile][2], row1), w0),
+                                        times<kWild>(times<kWild>(a[tile][3], row1), w1));
       } else {  // above the diagonal a score may be anything, NaN too: it is not multiplied away
         const float* const d0 = decay.diagonal[r][i] + col;
         const float* const d1 = decay.diagonal[r][i + 8] + col;
-        s[0] = col <= i ? s[0] * d0[0] : 0.f;
-        s[1] = col + 1 <= i ? s[1] * d0[1] : 0.f;
-        s[2] = col <= i + 8 ? s[2] * d1[0] : 0.f;
-        s[3] = col + 1 <= i + 8 ? s[3] * d1[1] : 0.f;
+        p[2 * tile] = pack_bfloat16(col <= i ? times<kWild>(a[tile][0], d0[0]) : 0.f,
+                                    col + 1 <= i ? times<kWild>(a[tile][1], d0[1]) : 0.f);
+        p[2 * tile + 1] = pack_bfloat16(col <= i + 8 ? times<kWild>(a[tile][2], d1[0]) : 0.f,
+                                        col + 1 <= i + 8 ? times<kWild>(a[tile][3], d1[1]) : 0.f);
       }
-      if (wild)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[e] = bounded(s[e]);
-      p[2 * tile] = pack_bfloat16(s[0], s[1]);
-      p[2 * tile + 1] = pack_bfloat16(s[2], s[3]);
     }
   }
 };
