@@ -40,12 +40,17 @@ def arrays_of(rng, dtype=np.float32, packed=False, state=False, **sizes):
     return arrays
 
 
-def refused(capsys, tmp_path, command, text, before):
-    """Exit code 2, one line that names the fault, and no file that was not there."""
+def one_line(capsys, command, text):
+    """Exit code 2 and one line that names the fault."""
     assert main(command) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("cupy-gdelta: ")
     assert shown.err.count("\n") == 1
     assert text in shown.err
+
+
+def refused(capsys, tmp_path, command, text, before):
+    """The same, and no file that was not there."""
+    one_line(capsys, command, text)
     assert sorted(tmp_path.iterdir()) == before

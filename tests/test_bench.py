@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from archives import one_line
 from conftest import python
 
 from cupy_gdelta import accuracy, bench, devices, reference
@@ -50,15 +51,6 @@ def saved(path, *results, **machine):
     about = {"gpu": "No GPU", "driver": "0.0", "cuda_runtime": "0.0", "versions": {"CuPy": "0"}}
     store.save(path, store.saved(about | machine, list(results)))
     return str(path)
-
-
-def one_line(capsys, command, text):
-    assert main(command) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("cupy-gdelta: ")
-    assert shown.err.count("\n") == 1
-    assert text in shown.err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from archives import one_line
 
 import cupy_gdelta
 from cupy_gdelta import check, cli, devices, info, programs
@@ -28,15 +29,6 @@ def python(*arguments, **options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
-
-
-def one_line(capsys, command, text):
-    assert main(command) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("cupy-gdelta: ")
-    assert shown.err.count("\n") == 1
-    assert text in shown.err
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compare import REFERENCE, assert_close, host
+from compare import assert_close
 from conftest import Family
 from host import simt
 
-from cupy_gdelta import accuracy, arrays
+from cupy_gdelta import accuracy
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from test_recurrent import addressed, needs_compiler, pose
+from posed import device_offsets, needs_compiler, on_host, pose, verify
 
-from cupy_gdelta.gpu import call, chunks, linear, loader, plan
+from cupy_gdelta.gpu import chunks, linear, loader, plan
 
 SOURCE = loader.folder() / "linear.cu"
 
@@ -87,33 +87,18 @@ CASES = [
 
 def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.ndarray, np.ndarray]:
     """Launch on NumPy arrays as gpu.linear.launch does on CuPy's."""
-    p, y, state = pose(case, x)
-    offsets = None if p.cu_seqlens is None else arrays.take(p.cu_seqlens)
-    reads = {name: view.array for name, view in vars(p).items() if isinstance(view, arrays.View)}
-    if offsets is not None:
-        reads["cu_seqlens"] = offsets.array
-    p, y, state, offsets = addressed(p), addressed(y), addressed(state), addressed(offsets)
+    p, y, state, call, reads, writes = on_host(case, x)
     tile, size = case.tile, p.N * p.H * p.K * p.V
     space = np.full(tile.pieces * (size + p.N * p.H), np.nan, np.float32)
     at = space.ctypes.data
-    args = [
-        call.arguments(p, y, state, offsets)[0],
-        linear.pieces(tile, at, at + 4 * tile.pieces * size)[0],
-    ]
-    how |= {"reads": reads, "writes": {"y": y.array, "state": state.array, "space": space}}
+    args = [call, linear.pieces(tile, at, at + 4 * tile.pieces * size)[0]]
+    how |= {"reads": reads, "writes": writes | {"space": space}}
     *states, output = case.expressions
     if states:
         kernels.launch(states[0], 3, tile.state_threads, tile.state_bytes, args, **how)
         kernels.launch(states[1], 2, 256, 0, [*args, np.int64(p.K), np.int64(p.V)], **how)
     kernels.launch(output, 3, tile.threads, tile.shared_bytes, args, **how)
-    return y.owner, state.owner
-
-
-def verify(case: Case, x: dict, y, state, what: str) -> None:
-    expected = REFERENCE["linear"](**{n: host(a) for n, a in x.items()}, **case.options)
-    for name, got, want in zip(("y", "state"), (y, state), expected, strict=True):
-        tolerance = accuracy.TOLERANCE["linear", "bfloat16"]
-        assert_close(got, want, tolerance, f"{case} {what} {name}")
+    return y, state
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +211,7 @@ def test_products_of_gates_that_overflow_on_a_gpu(name):
 
 def launch_on_gpu(case: Case, tile: chunks.ChunkTile, x: dict) -> tuple:
     p, y, state = pose(case, x)
-    offsets = None
-    if p.cu_seqlens is not None:
-        offsets = arrays.take(Family("cupy").array(p.cu_seqlens))
-    linear.launch(p, plan.Plan("linear", "float32", tile, ""), y, state, offsets)
+    linear.launch(p, plan.Plan("linear", "float32", tile, ""), y, state, device_offsets(p))
     return y.owner, state.owner
 
 

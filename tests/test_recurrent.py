@@ -10,21 +10,21 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from compare import REFERENCE, assert_close, host
 from conftest import Family
 from host import simt
 
-from cupy_gdelta import accuracy, arrays, problem
+from cupy_gdelta import accuracy, arrays
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from cupy_gdelta.gpu import call, loader, plan, recurrent
+from posed import device_offsets, needs_compiler, on_host, pose, verify
+
+from cupy_gdelta.gpu import loader, plan, recurrent
 
 SOURCE = loader.folder() / "recurrent.cu"
-needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
 
 
 @dataclass(frozen=True)
@@ -121,63 +121,21 @@ CASES = [
 ]
 
 
-def pose(case: Case, x: dict) -> tuple[problem.Problem, arrays.View, arrays.View]:
-    """The checked call, and y and the state filled with NaN."""
-    inputs = {"gate": None, **x}
-    p = problem.check(
-        "test",
-        case.rule,
-        *(inputs.pop(n) for n in ("q", "k", "v", "gate", "beta")),
-        return_state=True,
-        **inputs,
-        **case.options,
-    )
-    y = arrays.empty(p.v, p.v.shape, p.dtype)
-    state = arrays.empty(p.v, (p.N, p.H, p.K, p.V), p.state_dtype)
-    y.owner[...] = np.nan
-    state.owner[...] = np.nan
-    return p, y, state
-
-
 def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.ndarray, np.ndarray]:
     """Launch on NumPy arrays as the GPU path does on CuPy's."""
-    p, y, state = pose(case, x)
-    offsets = None if p.cu_seqlens is None else arrays.take(p.cu_seqlens)
-    reads = {name: view.array for name, view in vars(p).items() if isinstance(view, arrays.View)}
-    if offsets is not None:
-        reads["cu_seqlens"] = offsets.array
-    p, y, state, offsets = addressed(p), addressed(y), addressed(state), addressed(offsets)
+    _, y, state, args, reads, writes = on_host(case, x)
     tile = case.plan.tile
     kernels.launch(
         case.expression,
         3,  # fewer blocks than items: blocks take turns
         tile.threads,
         tile.shared_bytes,
-        [call.arguments(p, y, state, offsets)[0]],
+        [args],
         reads=reads,
-        writes={"y": y.array, "state": state.array},
+        writes=writes,
         **how,
     )
-    return y.owner, state.owner
-
-
-def addressed(x):
-    """A view with the address that it has on the CPU; a problem with such views."""
-    if isinstance(x, arrays.View):
-        return replace(x, ptr=x.array.ctypes.data)
-    if isinstance(x, problem.Problem):
-        views = {n: v for n, v in vars(x).items() if isinstance(v, arrays.View)}
-        return replace(x, **{n: addressed(v) for n, v in views.items()})
-    return x
-
-
-def verify(case: Case, x: dict, y, state, what: str) -> None:
-    expected = REFERENCE[case.rule](
-        **{n: a if a is None else host(a) for n, a in x.items()}, **case.options
-    )
-    tolerance = accuracy.TOLERANCE[case.rule, case.dtype]
-    for name, got, want in zip(("y", "state"), (y, state), expected, strict=True):
-        assert_close(got, want, tolerance, f"{case} {what} {name}")
+    return y, state
 
 
 @pytest.fixture(scope="module")
@@ -252,10 +210,7 @@ def test_every_tile_gives_the_same_bits_every_time(rule, dtype, D, rng):
 def launch_on_gpu(case: Case, chosen: plan.Plan, x: dict, compare: bool = True) -> bytes:
     """Launch one plan on CuPy arrays, y and the state poisoned with NaN first; their bytes."""
     p, y, state = pose(case, x)
-    offsets = None
-    if p.cu_seqlens is not None:
-        offsets = arrays.take(Family("cupy").array(p.cu_seqlens))
-    recurrent.launch(p, chosen, y, state, offsets)
+    recurrent.launch(p, chosen, y, state, device_offsets(p))
     if compare:
         verify(case, x, y.owner, state.owner, str(chosen.tile))
     return y.owner.get().tobytes() + state.owner.get().tobytes()

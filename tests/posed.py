@@ -1,0 +1,82 @@
+"""Calls of a kernel posed by hand: on NumPy arrays for the host harness, on CuPy arrays for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from compare import REFERENCE, assert_close, host
+from conftest import Family
+from host import simt
+
+from cupy_gdelta import accuracy, arrays, problem
+from cupy_gdelta.gpu import call
+
+needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
+
+
+def pose(case: Any, x: dict) -> tuple[problem.Problem, arrays.View, arrays.View]:
+    """The checked call of a case with rule and options; y and the state filled with NaN."""
+    inputs = {"gate": None, **x}
+    p = problem.check(
+        "test",
+        case.rule,
+        *(inputs.pop(n) for n in ("q", "k", "v", "gate", "beta")),
+        return_state=True,
+        **inputs,
+        **case.options,
+    )
+    y = arrays.empty(p.v, p.v.shape, p.dtype)
+    state = arrays.empty(p.v, (p.N, p.H, p.K, p.V), p.state_dtype)
+    y.owner[...] = np.nan
+    state.owner[...] = np.nan
+    return p, y, state
+
+
+class Hosted(NamedTuple):
+    """A call on the CPU: the kernel's first argument, and the memory it may touch."""
+
+    p: problem.Problem
+    y: np.ndarray
+    state: np.ndarray
+    args: np.ndarray
+    reads: dict
+    writes: dict
+
+
+def on_host(case: Any, x: dict) -> Hosted:
+    p, y, state = pose(case, x)
+    offsets = None if p.cu_seqlens is None else arrays.take(p.cu_seqlens)
+    reads = {name: view.array for name, view in vars(p).items() if isinstance(view, arrays.View)}
+    if offsets is not None:
+        reads["cu_seqlens"] = offsets.array
+    args = call.arguments(*(_addressed(a) for a in (p, y, state, offsets)))[0]
+    return Hosted(p, y.owner, state.owner, args, reads, {"y": y.array, "state": state.array})
+
+
+def _addressed(x):
+    """A view with the address that it has on the CPU; a problem with such views."""
+    if isinstance(x, arrays.View):
+        return replace(x, ptr=x.array.ctypes.data)
+    if isinstance(x, problem.Problem):
+        views = {n: v for n, v in vars(x).items() if isinstance(v, arrays.View)}
+        return replace(x, **{n: _addressed(v) for n, v in views.items()})
+    return x
+
+
+def device_offsets(p: problem.Problem) -> arrays.View | None:
+    """The offsets of a packed call on the GPU."""
+    if p.cu_seqlens is None:
+        return None
+    return arrays.take(Family("cupy").array(p.cu_seqlens))
+
+
+def verify(case: Any, x: dict, y, state, what: str) -> None:
+    """Compare with the reference, at the tolerance of the case's rule and dtype."""
+    inputs = {n: a if a is None else host(a) for n, a in x.items()}
+    expected = REFERENCE[case.rule](**inputs, **case.options)
+    tolerance = accuracy.TOLERANCE[case.rule, case.dtype]
+    for name, got, want in zip(("y", "state"), (y, state), expected, strict=True):
+        assert_close(got, want, tolerance, f"{case} {what} {name}")
