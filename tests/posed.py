@@ -1,4 +1,4 @@
-"""Calls of a kernel posed by hand: on NumPy arrays for the host harness, on CuPy arrays for GPUs."""
+"""Calls of a kernel posed by hand: on NumPy arrays for the host harness, on CuPy ones for GPUs."""
 
 from __future__ import annotations
 
