@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Shape<K, V, kBlockCols, kStages, kOutput>::kTh
         else
           tiles.template advance<false>(k + row0, k + kChunk * S::kKeyRow + own0, decay, lane);
         if (kOutput) tiles.publish(mine + (c + 1) % 2 * S::kStateSize, lane);
-        whole *= decay.whole;
+        whole = bounded(whole * decay.whole);
       }
       float* kept = nullptr;
       if (!kOutput)

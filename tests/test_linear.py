@@ -173,6 +173,7 @@ WILD = {  # gates at the start of all ones, and the values' first tokens that ar
     "down and up": ([1e-30, 1e-30, 1e30, 1e30], 5),
     "later": ([1] * 70 + [-1e25, 1e25, 0], 80),
     "across blocks": ([1] * 10 + [1e9] * 20 + [0], 40),
+    "across chunks": ([1] * 40 + [1e9] * 50, 95),
 }
 
 
@@ -190,10 +191,11 @@ def wild_inputs(family: Family, name: str) -> tuple[dict, np.ndarray]:
 
 
 @needs_compiler
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("name", WILD)
-def test_products_of_gates_that_overflow(name):
+def test_products_of_gates_that_overflow(name, pieces):
     """A state of 0 stays 0 under any finite gate, as it does token by token."""
-    case = Case(16, 64, T=100, H=1, Hq=1)
+    case = Case(16, 64, T=100, H=1, Hq=1, pieces=pieces)
     x, expected = wild_inputs(Family("numpy"), name)
     kernels = simt.Kernels(SOURCE, case.expressions)
     y, _ = run_on_host(kernels, case, x)
@@ -201,9 +203,10 @@ def test_products_of_gates_that_overflow(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("name", WILD)
-def test_products_of_gates_that_overflow_on_a_gpu(name):
-    case = Case(16, 64, T=100, H=1, Hq=1)
+def test_products_of_gates_that_overflow_on_a_gpu(name, pieces):
+    case = Case(16, 64, T=100, H=1, Hq=1, pieces=pieces)
     x, expected = wild_inputs(Family("cupy"), name)
     y, _ = launch_on_gpu(case, case.tile, x)
     assert_close(y, expected, accuracy.TOLERANCE["linear", "bfloat16"], name)

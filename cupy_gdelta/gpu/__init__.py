@@ -33,7 +33,7 @@ __all__ = ["forward", "linear", "plan", "recurrent"]
 
 
 def forward(p: Problem, y: View, state: View | None) -> None:
-    """Write y and, where given, the final state; asynchronous, one launch."""
+    """Write y and, where given, the final state; asynchronous."""
     with _on(p.v):
         if p.N == 0:
             if 0 not in y.shape:
