@@ -20,6 +20,11 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 
+def state_dtype(dtype: str) -> str:
+    """What states are kept in for q of ``dtype``, and gates and betas where they are not of it."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 @dataclass(frozen=True)
 class View:
     """An array as the package sees it: where it lies and how, whoever made it.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import accuracy, api, devices, reference
+from .arrays import state_dtype
 from .info import table
 from .refusal import Refusal
 
@@ -113,7 +114,7 @@ def _cases(gate: str, kind: np.dtype, quick: bool) -> Iterator[tuple[dict, dict]
         if "cu_seqlens" in options:
             shape = (len(ends) - 1, packed["H"], packed["K"], packed["V"])
             arrays["initial_state"] = rng.standard_normal(shape)
-        wide = np.dtype("float64" if kind == "float64" else "float32")
+        wide = np.dtype(state_dtype(kind.name))
         yield {n: x.astype(kind if n in "qkv" else wide) for n, x in arrays.items()}, options
 
 

@@ -52,8 +52,8 @@ class Problem:
 
     @property
     def state_dtype(self) -> str:
-        """What the state is kept in, and every sum is made in."""
-        return "float64" if self.dtype == "float64" else "float32"
+        """What the state is kept in between calls."""
+        return arrays.state_dtype(self.dtype)
 
     @property
     def inputs(self) -> list[View]:
@@ -204,14 +204,13 @@ def _dtypes(fail: Fail, views: dict[str, View]) -> None:
         *others, last = arrays.FLOATS
         names = ", ".join(others)
         fail(TypeError, f"q must have dtype {names} or {last}; got {dtype}")
-    state = "float64" if dtype == "float64" else "float32"
     allowed = {
         "k": (dtype,),
         "v": (dtype,),
         "gate": ("float32", dtype),
         "log_gate": ("float32", dtype),
         "beta": ("float32", dtype),
-        "initial_state": (state,),
+        "initial_state": (arrays.state_dtype(dtype),),
         "out": (dtype,),
     }
     for label, x in views.items():

@@ -17,6 +17,15 @@ from cupy_gdelta.gpu import call
 needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
 
 
+def random_inputs(case: Any, rng: np.random.Generator, family: Family) -> dict:
+    """Arrays of a case's sizes, gate regime and dtype, with a state for each sequence."""
+    sizes = {n: getattr(case, n) for n in ("B", "T", "H", "Hq", "K", "V", "gate")}
+    x = accuracy.inputs(rng, **sizes)
+    count = len(case.options.get("cu_seqlens", range(case.B + 1))) - 1
+    x["initial_state"] = rng.standard_normal((count, case.H, case.K, case.V))
+    return family.arrays(x, case.dtype)
+
+
 def pose(case: Any, x: dict) -> tuple[problem.Problem, arrays.View, arrays.View]:
     """The checked call of a case with rule and options; y and the state filled with NaN."""
     inputs = {"gate": None, **x}

@@ -18,7 +18,7 @@ from host import simt
 from cupy_gdelta import accuracy
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, verify
+from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
 
 from cupy_gdelta.gpu import chunks, linear, loader, plan
 
@@ -62,13 +62,6 @@ class Case:
             return [output]
         return [linear.expression(self.K, self.V, self.tile, False), "scan_pieces", output]
 
-    def inputs(self, rng: np.random.Generator, family: Family) -> dict:
-        sizes = {n: getattr(self, n) for n in ("B", "T", "H", "Hq", "K", "V", "gate")}
-        x = accuracy.inputs(rng, **sizes)
-        count = len(self.options.get("cu_seqlens", range(self.B + 1))) - 1
-        x["initial_state"] = rng.standard_normal((count, self.H, self.K, self.V))
-        return family.arrays(x, self.dtype)
-
 
 CASES = [
     Case(64, 64),
@@ -109,7 +102,7 @@ def kernels() -> simt.Kernels:
 @needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_the_cpu_in_every_order(case, kernels, rng):
-    x = case.inputs(rng, Family("numpy"))
+    x = random_inputs(case, rng, Family("numpy"))
     first = None
     for order in simt.ORDERS:
         y, state = run_on_host(kernels, case, x, order=order)
@@ -122,7 +115,7 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
 @needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_race_and_no_stray_access(case, kernels, rng):
-    x = case.inputs(rng, Family("numpy"))
+    x = random_inputs(case, rng, Family("numpy"))
     y, state = run_on_host(kernels, case, x, check=True)
     verify(case, x, y, state, "checked")
 
@@ -150,7 +143,7 @@ def test_a_planted_fault_is_caught(plant, tmp_path, rng):
     planted.write_text(text.join(head) + instead + text.join(tail))
     case = Case(64, 64, T=400, B=2)  # seven chunks, more items than blocks
     broken = simt.Kernels(tmp_path / "linear.cu", case.expressions)
-    x = case.inputs(rng, Family("numpy"))
+    x = random_inputs(case, rng, Family("numpy"))
 
     def run() -> None:
         verify(case, x, *run_on_host(broken, case, x, check=True), "planted")
@@ -221,7 +214,7 @@ def launch_on_gpu(case: Case, tile: chunks.ChunkTile, x: dict) -> tuple:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case_on_a_gpu(case, rng):
-    x = case.inputs(rng, Family("cupy"))
+    x = random_inputs(case, rng, Family("cupy"))
     y, state = launch_on_gpu(case, case.tile, x)
     verify(case, x, y, state, "on a GPU")
     for _ in range(20):

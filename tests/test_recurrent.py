@@ -17,10 +17,10 @@ import pytest
 from conftest import Family
 from host import simt
 
-from cupy_gdelta import accuracy, arrays
+from cupy_gdelta import arrays
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, verify
+from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
 
 from cupy_gdelta.gpu import loader, plan, recurrent
 
@@ -65,11 +65,7 @@ class Case:
         return recurrent.expression(*args)
 
     def inputs(self, rng: np.random.Generator, family: Family | None = None) -> dict:
-        sizes = {n: getattr(self, n) for n in ("B", "T", "H", "Hq", "K", "V", "gate")}
-        x = accuracy.inputs(rng, **sizes)
-        count = len(self.options.get("cu_seqlens", range(self.B + 1))) - 1
-        x["initial_state"] = rng.standard_normal((count, self.H, self.K, self.V))
-        return self.prepare((family or Family("numpy")).arrays(x, self.dtype))
+        return self.prepare(random_inputs(self, rng, family or Family("numpy")))
 
 
 def logarithms(x: dict) -> dict:

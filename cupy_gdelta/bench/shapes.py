@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .. import reference
+from ..arrays import FLOATS, ITEMSIZE, state_dtype
+from ..problem import MAX_HEAD_DIM
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-MOST = 256  # of K and V
 SAMPLE = 512  # tokens that are compared with float64
 LOOPS = {"linear": reference.gated_linear_attention, "delta": reference.gated_delta_rule}
 
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def wide(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        return state_dtype(self.dtype)
 
     @property
     def moved(self) -> int:
@@ -69,11 +69,11 @@ def parse(text: str) -> Shape:
     *sizes, dtype = (word.strip() for word in text.split(","))
     if len(sizes) != 5 or not all(word.isdecimal() and int(word) for word in sizes):
         raise ValueError(f"must be B,T,H,K,V,dtype with five positive numbers; got {text}")
-    if dtype not in ITEMSIZE:
-        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}; got {dtype}")
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype must be one of {', '.join(FLOATS)}; got {dtype}")
     B, T, H, K, V = map(int, sizes)
-    if max(K, V) > MOST:
-        raise ValueError(f"K and V must be at most {MOST}; got {K} and {V}")
+    if max(K, V) > MAX_HEAD_DIM:
+        raise ValueError(f"K and V must be at most {MAX_HEAD_DIM}; got {K} and {V}")
     return Shape(",".join((*sizes, dtype)), B, T, H, K, V, dtype)
 
 

@@ -22,8 +22,8 @@ MAX_WARPS = 8
 # Tokens past which a float32 state could lose more than the contract allows: its errors need not
 # average out, with data of one sign they grow with the number of tokens.
 LONG_SUM = {"float16": 8192, "bfloat16": 65536, "float32": 256}
-SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90 and sm_100
 LONG_LOG_GATE = 32  # for float32: a rounded exponential errs alike at every equal gate
+SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90 and sm_100
 
 
 @dataclass(frozen=True)
