@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_rows(unsigned short* to, const unsigned sho
 // Gates and betas on their way to Decay, two tokens a lane, several chunks ahead: each is a read of
 // its own, far from the next one.
 struct GateRing {
-  static constexpr int kSlots = 8;
+  static constexpr int kSlots = 12;  // of two or three warps by turns
   float gate[kSlots][kChunk], beta[kSlots][kChunk];
 
   __device__ __forceinline__ void fetch(int slot, const CallArgs& a, long long b, long long h,

@@ -38,24 +38,31 @@ struct alignas(16) Decay {
   // gate 1, beta 0.
   __device__ __forceinline__ void fill(int lane, float g0, float g1, float b0, float b1) {
     float peak = fmaxf(1.f, fabsf(g0)) * fmaxf(1.f, fabsf(g1));  // a gate of NaN counts as 1
+    if (__any_sync(0xffffffffu, peak > 1.f))
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) peak *= __shfl_xor_sync(0xffffffffu, peak, step);
+      for (int step = 1; step < 32; step *= 2) peak *= __shfl_xor_sync(0xffffffffu, peak, step);
     if (lane == 0) wild = peak > kWildProduct;
-    if (peak > kWildProduct)
-      fill<true>(lane, g0, g1, b0, b1);
+    if (__builtin_expect(peak > kWildProduct, 0))
+      fill_wild(lane, g0, g1, b0, b1);
     else
       fill<false>(lane, g0, g1, b0, b1);
   }
 
   // The diagonal blocks, by one warp, of what fill left: two columns a lane, row by row.
   __device__ __forceinline__ void fill_diagonal(int lane) {
-    if (wild)
-      fill_diagonal<true>(lane);
+    if (__builtin_expect(wild, 0))
+      fill_diagonal_wild(lane);
     else
       fill_diagonal<false>(lane);
   }
 
  private:
+  // Out of line: what is rare should not lie among what is not.
+  __device__ __noinline__ void fill_wild(int lane, float g0, float g1, float b0, float b1) {
+    fill<true>(lane, g0, g1, b0, b1);
+  }
+  __device__ __noinline__ void fill_diagonal_wild(int lane) { fill_diagonal<true>(lane); }
+
   static __device__ __forceinline__ void put(float* to, int t, float x0, float x1) {
     *reinterpret_cast<float2*>(to + t) = {x0, x1};
   }
@@ -112,7 +119,10 @@ struct alignas(16) Decay {
     const float b0 = beta[2 * lane], b1 = beta[2 * lane + 1];
     float g[kBlock];
 #pragma unroll
-    for (int i = 0; i < kBlock; i++) g[i] = gate[block * kBlock + i];
+    for (int i = 0; i < kBlock; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(gate + block * kBlock + i);
+      g[i] = four.x, g[i + 1] = four.y, g[i + 2] = four.z, g[i + 3] = four.w;
+    }
     float d0 = 0, d1 = 0;
 #pragma unroll
     for (int i = 0; i < kBlock; i++) {

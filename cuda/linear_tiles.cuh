@@ -1,7 +1,7 @@
 // What one warp does with a chunk in shared memory under the linear rule: its part of the state, or
 // its rows of the outputs, in the registers of mma. S gives the lengths of rows in shared memory.
 #pragma once
-#include "decay.cuh"
+#include "scores.cuh"
 
 // b0 b1 of two neighbouring tiles from one ldmatrix.
 struct TilePair {
@@ -42,7 +42,8 @@ struct StateTiles {
         ldmatrix_x4<true>(kt[m], k + (j * kBlock + lane / 16 * 8 + lane % 8) * S::kKeyRow + m * 16 +
                                      lane / 8 % 2 * 8);
 #pragma unroll
-        for (int i = 0; i < 4; i++) kt[m][i] = weigh<kWild>(kt[m][i], i < 2 ? w0 : w1);
+        for (int i = 0; i < 4; i++)
+          kt[m][i] = weigh<kWild>(kt[m][i], i < 2 ? w0.x : w1.x, i < 2 ? w0.y : w1.y);
       }
 #pragma unroll
       for (int n = 0; n < kTilesAcross; n += 2) {
@@ -72,12 +73,6 @@ struct StateTiles {
 
  private:
   static __device__ __forceinline__ float2 pair(const float* x) { return {x[0], x[1]}; }
-  // Two numbers in one register, each times its weight.
-  template <bool kWild>
-  static __device__ __forceinline__ unsigned weigh(unsigned x, float2 w) {
-    return pack_bfloat16(times<kWild>(bfloat16_bits_to_float(x & 0xffff), w.x),
-                         times<kWild>(bfloat16_bits_to_float(x >> 16), w.y));
-  }
 };
 
 // Rows 16 r to 16 r + 15 of a chunk's outputs, kTilesAcross tiles of 8 columns.
@@ -131,7 +126,7 @@ struct OutTiles {
 #pragma unroll
     for (int c = 0; c <= r; c++) {
       unsigned p[4];
-      weigh_scores<kWild>(p, scores[c], decay, r, c, lane);
+      weigh_block<kWild>(p, scores[c][0], decay, r, c, lane);
       add_product(p, v + c * kBlock * S::kValueRow, lane);
     }
   }
@@ -146,35 +141,6 @@ struct OutTiles {
       const TilePair bt(r);
       mma_m16n8k16_bf16(y[n], a, bt.low);
       mma_m16n8k16_bf16(y[n + 1], a, bt.high);
-    }
-  }
-
-  // Scores of block r with block c, times their decays, as the left factor of the next product.
-  template <bool kWild>
-  static __device__ __forceinline__ void weigh_scores(unsigned (&p)[4], const float (&a)[2][4],
-                                                      const Decay& decay, int r, int c, int lane) {
-    const int i = lane / 4, j = lane % 4 * 2;
-    const float between = decay.between[r][c];
-    const float row0 = times<kWild>(between, decay.in_block[r * kBlock + i]);
-    const float row1 = times<kWild>(between, decay.in_block[r * kBlock + i + 8]);
-#pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-      const int col = tile * 8 + j;
-      if (c < r) {
-        const float w0 = decay.to_block_end[c * kBlock + col];
-        const float w1 = decay.to_block_end[c * kBlock + col + 1];
-        p[2 * tile] = pack_bfloat16(times<kWild>(times<kWild>(a[tile][0], row0), w0),
-                                    times<kWild>(times<kWild>(a[tile][1], row0), w1));
-        p[2 * tile + 1] = pack_bfloat16(times<kWild>(times<kWild>(a[tile][2], row1), w0),
-                                        times<kWild>(times<kWild>(a[tile][3], row1), w1));
-      } else {  // above the diagonal a score may be anything, NaN too: it is not multiplied away
-        const float* const d0 = decay.diagonal[r][i] + col;
-        const float* const d1 = decay.diagonal[r][i + 8] + col;
-        p[2 * tile] = pack_bfloat16(col <= i ? times<kWild>(a[tile][0], d0[0]) : 0.f,
-                                    col + 1 <= i ? times<kWild>(a[tile][1], d0[1]) : 0.f);
-        p[2 * tile + 1] = pack_bfloat16(col <= i + 8 ? times<kWild>(a[tile][2], d1[0]) : 0.f,
-                                        col + 1 <= i + 8 ? times<kWild>(a[tile][3], d1[1]) : 0.f);
-      }
     }
   }
 };

@@ -226,8 +226,20 @@ def empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
 
 def with_rows(x: View) -> View:
     """``x`` on a GPU itself where its last axis is contiguous, as kernels need it; else a copy."""
-    if x.shape[-1] <= 1 or x.strides[-1] == 1:
-        return x
+    return x if x.shape[-1] <= 1 or x.strides[-1] == 1 else _contiguous(x)
+
+
+def contiguous(x: View) -> View:
+    """``x`` on a GPU itself where it is C-contiguous; else a copy."""
+    step = 1
+    for n, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
+        if n > 1 and stride != step:
+            return _contiguous(x)
+        step *= n
+    return x
+
+
+def _contiguous(x: View) -> View:
     if x.family == "torch":
         return _torch(x.array.contiguous())
     import cupy

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 pytest.importorskip("cupy")
 
-from cupy_gdelta.gpu import linear, loader, plan, recurrent  # noqa: E402
+from cupy_gdelta.gpu import linear, linear_sm90, loader, plan, recurrent  # noqa: E402
 
 PLANTED = (Path(nvrtc.__file__).parent / "spills.cu").read_text()
 
@@ -40,13 +41,22 @@ def instantiations(
     shapes, dtypes, tokens, items, multiprocessors, aligned, normalise, arch
 ) -> dict[str, list[str]]:
     """Every instantiation that is chosen for some of these problems, by the stem of its file."""
-    found: dict[str, set[str]] = {"recurrent": set(), "linear": {"scan_pieces"}}
+    found: dict[str, set[str]] = {
+        "recurrent": set(),
+        "linear": {"scan_pieces"},
+        "linear_sm90": set(),
+    }
+    engines = (False, True) if arch == "sm_90a" else (False,)
     shared = (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
-    for (K, V), dtype, T, n, sms, bytes_, rule in itertools.product(
-        shapes, dtypes, tokens, items, multiprocessors, aligned, recurrent.RULES
+    for (K, V), dtype, T, n, sms, bytes_, rule, copied in itertools.product(
+        shapes, dtypes, tokens, items, multiprocessors, aligned, recurrent.RULES, engines
     ):
-        chosen = plan.choose(rule, dtype, T, n, K, V, sms, bytes_, shared_limit=shared)
-        if chosen.kernel == "linear":
+        sizes = (rule, dtype, T, n, K, V, sms, bytes_)
+        chosen = plan.choose(*sizes, shared_limit=shared, copied=copied)
+        if chosen.kernel == "linear_sm90":
+            tiles = [replace(chosen.tile, pieces=pieces) for pieces in (1, 2)]
+            expressions = [linear_sm90.expression(tile) for tile in tiles]
+        elif chosen.kernel == "linear":
             expressions = [linear.expression(K, V, chosen.tile, output) for output in (True, False)]
         else:
             expressions = [

@@ -27,9 +27,9 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
         f"set CUPY_CACHE_DIR to a folder that can be written"
     ) from error
 
-from . import linear, plan, recurrent
+from . import linear, linear_sm90, plan, recurrent, tensormap
 
-__all__ = ["forward", "linear", "plan", "recurrent"]
+__all__ = ["forward", "linear", "linear_sm90", "plan", "recurrent"]
 
 
 def forward(p: Problem, y: View, state: View | None) -> None:
@@ -47,7 +47,7 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             offsets = _upload(offsets.tobytes(), p.v.device)
         q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
         target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
-        multiprocessors, shared_limit = _limits(p.v.device)
+        multiprocessors, shared_limit, hopper = _limits(p.v.device)
         chosen = plan.choose(
             p.rule,
             p.dtype,
@@ -59,20 +59,26 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             plan.alignment(q, k, v, target),
             p.log_gate,
             shared_limit,
+            hopper and all(tensormap.fits(x) for x in (q, k, v, target)),
         )
-        rows = dataclasses.replace(p, q=q, k=k, v=v) if _differ(p, q, k, v) else p
+        given = p.initial_state
+        if given is not None and chosen.kernel == "linear_sm90":
+            given = arrays.contiguous(given)
+        rows = p
+        if q is not p.q or k is not p.k or v is not p.v or given is not p.initial_state:
+            rows = dataclasses.replace(p, q=q, k=k, v=v, initial_state=given)
         space = _LAUNCH[chosen.kernel](rows, chosen, target, state, offsets)
         if target is not y:
             arrays.fill(y, target)
         if p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing():
-            _keep(p, y, q, k, v, target, space)
+            _keep(p, y, q, k, v, given, target, space)
 
 
-_LAUNCH = {"recurrent": recurrent.launch, "linear": linear.launch}
-
-
-def _differ(p: Problem, q: View, k: View, v: View) -> bool:
-    return q is not p.q or k is not p.k or v is not p.v
+_LAUNCH = {
+    "recurrent": recurrent.launch,
+    "linear": linear.launch,
+    "linear_sm90": linear_sm90.launch,
+}
 
 
 def _keep(p: Problem, *views: View | None) -> None:
@@ -107,8 +113,8 @@ def _stream(handle: int, device: int) -> cupy.cuda.Stream:
 
 
 @functools.cache
-def _limits(device: int) -> tuple[int, int]:
-    """Multiprocessors of a device, and bytes of shared memory that a block may have."""
+def _limits(device: int) -> tuple[int, int, bool]:
+    """Multiprocessors of a device, shared memory of a block in bytes, whether it is Hopper."""
     found = cupy.cuda.Device(device)
     major, minor = divmod(int(found.compute_capability), 10)
     if major < 8:
@@ -117,7 +123,8 @@ def _limits(device: int) -> tuple[int, int]:
             f"CUDA device {device} has {major}.{minor}"
         )
     facts = found.attributes
-    return facts["MultiProcessorCount"], facts["MaxSharedMemoryPerBlockOptin"]
+    limit = facts["MaxSharedMemoryPerBlockOptin"]
+    return facts["MultiProcessorCount"], limit, (major, minor) == (9, 0)
 
 
 _captured: list[View] = []  # used by graphs, which may be replayed at any time

@@ -11,7 +11,7 @@ SHORTEST = 64  # tokens; shorter sequences are faster token by token
 SHORTEST_SMALL, SMALL = 192, 2048  # the same for states of fewer numbers
 PIECE_CHUNKS = 8  # a piece has at least so many chunks, to be worth its state
 DECAY_BYTES = 4 * (6 * 64 + 16 + 64 * 20 + 4)  # sizeof(Decay)
-GATE_BYTES = 4 * 2 * 8 * 64  # sizeof(GateRing)
+GATE_BYTES = 4 * 2 * 12 * 64  # sizeof(GateRing)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 import cupy
 
 OPTIONS = ("-std=c++17",)
+SM90 = ("-arch=sm_90a",)  # for files whose name says so
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _lock = threading.Lock()
 _kernels: dict[tuple[str, str, int], Any] = {}
@@ -58,21 +59,33 @@ def source(stem: str) -> str:
     return inline(f"{stem}.cu")
 
 
-def kernel(stem: str, expression: str, device: int, shared_bytes: int) -> Any:
-    """The compiled ``expression`` of ``cuda/<stem>.cu`` for a device, the current one."""
+def kernel(
+    stem: str, expression: str, device: int, shared_bytes: int, together: bool = False
+) -> Any:
+    """The compiled ``expression`` of ``cuda/<stem>.cu`` for a device, the current one.
+
+    With ``together`` all blocks of a launch run at once, or none does.
+    """
     key = (stem, expression, device)
     found = _kernels.get(key)
     if found is None:
         with _lock:
             found = _kernels.get(key)
             if found is None:
-                found = _kernels[key] = _compile(stem, expression, shared_bytes)
+                found = _kernels[key] = _compile(stem, expression, shared_bytes, together)
     return found
 
 
-def _compile(stem: str, expression: str, shared_bytes: int) -> Any:
+def _compile(stem: str, expression: str, shared_bytes: int, together: bool = False) -> Any:
+    options = OPTIONS + (SM90 if stem.endswith("_sm90") else ())
+
     def build() -> Any:
-        module = cupy.RawModule(code=source(stem), options=OPTIONS, name_expressions=(expression,))
+        module = cupy.RawModule(
+            code=source(stem),
+            options=options,
+            name_expressions=(expression,),
+            enable_cooperative_groups=together,
+        )
         return module.get_function(expression)
 
     if cupy.cuda.get_current_stream().is_capturing():

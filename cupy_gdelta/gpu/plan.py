@@ -11,8 +11,9 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
-from . import chunks
+from . import chunks, warpgroups
 from .chunks import ChunkTile
+from .warpgroups import WarpgroupTile
 
 STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
 ROW_WORDS = {"linear": 96, "delta": 80}  # and on its parts of the state, of q and of k together
@@ -49,7 +50,7 @@ class Plan:
 
     kernel: str
     sums: str  # dtype that sums are made in
-    tile: Tile | ChunkTile
+    tile: Tile | ChunkTile | WarpgroupTile
     reason: str
 
 
@@ -75,12 +76,18 @@ def choose(
     aligned: int = 16,
     log_gate: bool = False,
     shared_limit: int = SHARED_LIMIT,
+    copied: bool = False,
 ) -> Plan:
     """Plan for ``items`` = N * H independent recurrences of at most T tokens.
 
     ``aligned`` is the largest power of two, up to 16, that divides the address of every row of q,
-    k, v and y, in bytes; ``shared_limit`` the bytes of shared memory that a block may have.
+    k, v and y, in bytes; ``shared_limit`` the bytes of shared memory that a block may have;
+    ``copied`` whether the device is Hopper and its copy engine can read and write these arrays.
     """
+    if rule == "linear" and dtype == "bfloat16" and copied:
+        wide = warpgroups.best_tile(T, items, K, V, multiprocessors, shared_limit)
+        if wide is not None:
+            return Plan("linear_sm90", "float32", wide, f"chunks on warpgroups, {wide.reason}")
     if rule == "linear" and dtype == "bfloat16":
         tile = chunks.best_tile(T, items, K, V, multiprocessors, aligned == 16, shared_limit)
         if tile is not None:

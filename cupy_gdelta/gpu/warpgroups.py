@@ -1,0 +1,59 @@
+"""Tiles of the Hopper kernel cuda/linear_sm90.cu: pure functions of sizes, tested without a GPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .chunks import CHUNK, DECAY_BYTES, PIECE_CHUNKS, SHORTEST
+
+MAX_DIM = 128
+MAX_ITEMS = 2**31 - 1
+THREADS = 512
+RING_BYTES = 4 * 2 * 12 * CHUNK  # sizeof(GateRing)
+TILE_BYTES = 2 * CHUNK * 64
+
+
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """How ``linear`` of linear_sm90.cu splits one head: see there for the names."""
+
+    dim: int  # K and V of the kernel
+    stages: int
+    pieces: int
+    piece_size: int
+
+    @property
+    def reason(self) -> str:
+        return "whole sequences" if self.pieces == 1 else f"sequences in {self.pieces} pieces"
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(Shared), and what it may take to begin at a multiple of 1024."""
+        large = self.dim == 128
+        across = self.dim // 64
+        decays, states, outs = (3, 1, 1) if large else (6, 2, 2)
+        tiles = self.stages * 3 * across + states * across**2 + outs * across
+        barriers = 2 * (self.stages + decays + states)
+        return 1024 + tiles * TILE_BYTES + decays * DECAY_BYTES + RING_BYTES + 8 * barriers
+
+
+@functools.lru_cache(maxsize=4096)
+def best_tile(
+    T: int, items: int, K: int, V: int, multiprocessors: int, shared_limit: int
+) -> WarpgroupTile | None:
+    """The deepest tile that fits; None where none does, or tokens are too few for it.
+
+    Heads that are too few to fill the chip are cut along T, into pieces that run all at once.
+    """
+    if max(K, V) > MAX_DIM or shared_limit < 1024 or T < SHORTEST or items > MAX_ITEMS:
+        return None
+    dim = 64 if max(K, V) <= 64 else 128
+    chunks = -(-T // CHUNK)
+    pieces = max(1, min(multiprocessors // max(items, 1), chunks // PIECE_CHUNKS))
+    size = -(-chunks // pieces) * CHUNK
+    for stages in (4, 3, 2):
+        tile = WarpgroupTile(dim, stages, pieces, size)
+        if tile.shared_bytes <= shared_limit:
+            return tile
+    return None

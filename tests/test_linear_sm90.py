@@ -1,0 +1,216 @@
+"""cuda/linear_sm90.cu: the linear rule on Hopper's warpgroup products and copy engine.
+
+What the kernel shares with linear.cu runs on the CPU in test_linear.py. The GPU tests named
+test_case_* are small enough for compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from conftest import Family, no_gpu
+
+from cupy_gdelta import accuracy, arrays, gated_linear_attention
+
+pytest.importorskip("cupy", reason="CuPy cannot be imported")
+from posed import device_offsets, pose, random_inputs, verify
+from test_linear import WILD, wild_inputs
+
+from cupy_gdelta.gpu import linear_sm90, plan, tensormap, warpgroups
+
+
+def _is_hopper() -> bool:
+    import cupy
+
+    return not no_gpu() and cupy.cuda.Device().compute_capability == "90"
+
+
+on_hopper = pytest.mark.gpu, pytest.mark.skipif(not _is_hopper(), reason="needs a Hopper GPU")
+
+
+def hopper(test):
+    for mark in on_hopper:
+        test = mark(test)
+    return test
+
+
+@dataclass(frozen=True)
+class Case:
+    K: int
+    V: int
+    T: int = 200
+    B: int = 2
+    H: int = 4
+    Hq: int = 2
+    pieces: int = 1
+    gate: str = "zeros among"
+    options: dict = field(default_factory=dict, hash=False)
+    rule: str = "linear"
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        packed = "-packed" if self.options else ""
+        return f"{self.K}x{self.V}-T{self.T}-{self.gate}-pieces{self.pieces}{packed}"
+
+    @property
+    def tile(self) -> warpgroups.WarpgroupTile:
+        tile = warpgroups.best_tile(1000, 1000, self.K, self.V, 132, plan.SHARED_LIMIT)
+        assert tile is not None
+        size = -(-((self.T + 63) // 64) // self.pieces) * 64
+        return replace(tile, pieces=self.pieces, piece_size=size)
+
+
+PACKED = {"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}
+CASES = [
+    Case(64, 64),
+    Case(64, 64, T=1, gate="one"),
+    Case(24, 40, T=64, gate="zero"),
+    Case(8, 64, T=65, gate="negative"),
+    Case(128, 128, T=700, gate="random"),
+    Case(128, 128, T=129, gate="1e-37", Hq=1),
+    Case(128, 64, T=300, gate="0.9995"),
+    Case(64, 128, T=300, gate="0.2"),
+    Case(64, 64, T=300, B=1, options=PACKED),
+    Case(128, 128, T=300, B=1, options=PACKED),
+    Case(64, 64, T=1000, pieces=4),
+    Case(64, 64, T=3000, B=1, H=1, Hq=1, pieces=47, gate="random"),
+    Case(128, 128, T=1500, pieces=5, gate="random"),
+    Case(128, 128, T=900, B=1, H=2, pieces=2, gate="one"),
+    Case(96, 72, T=500, B=1, pieces=8, options={"cu_seqlens": [3, 3, 400, 420], "scale": -2.0}),
+]
+
+
+def launch(case: Case, x: dict) -> tuple:
+    p, y, state = pose(case, x)
+    chosen = plan.Plan("linear_sm90", "float32", case.tile, "")
+    linear_sm90.launch(p, chosen, y, state, device_offsets(p))
+    return y.owner, state.owner
+
+
+@hopper
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case_on_a_gpu(case, rng):
+    x = random_inputs(case, rng, Family("cupy"))
+    y, state = launch(case, x)
+    verify(case, x, y, state, "on a GPU")
+    for _ in range(20):
+        again = launch(case, x)
+        assert (again[0] == y).all(), "other bits"
+        assert (again[1] == state).all(), "other bits"
+
+
+@hopper
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("name", WILD)
+def test_products_of_gates_that_overflow(name, pieces):
+    case = Case(16, 64, T=100, B=1, H=1, Hq=1, pieces=pieces)
+    x, expected = wild_inputs(Family("cupy"), name)
+    y, _ = launch(case, x)
+    error = accuracy.error(y.get().astype(np.float64), expected)
+    assert error <= accuracy.TOLERANCE["linear", "bfloat16"], name
+
+
+@hopper
+@pytest.mark.parametrize(("T", "H", "D"), [(70, 300, 64), (8192, 2, 128), (2000, 7, 48)])
+def test_the_public_function_runs_it(T, H, D, rng):
+    x = Family("cupy").arrays(accuracy.inputs(rng, T=T, H=H, K=D, V=D), "bfloat16")
+    chosen = plan.choose("linear", "bfloat16", T, H, D, D, 132, copied=True)
+    assert chosen.kernel == "linear_sm90"
+    y, state = gated_linear_attention(**x, return_state=True)
+    verify(Case(D, D, T=T, H=H), x, y, state, "called")
+
+
+@hopper
+@pytest.mark.parametrize("layout", ["heads first", "sliced", "reversed states"])
+def test_strided_arrays_are_read_in_place(layout, rng):
+    import cupy
+
+    case = Case(64, 64, T=333, H=6, Hq=6)
+    x = random_inputs(case, rng, Family("cupy"))
+    expected = gated_linear_attention(**x, return_state=True)
+    strided = dict(x)
+    if layout == "heads first":
+        for n in "qkv":
+            strided[n] = cupy.ascontiguousarray(x[n].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    elif layout == "sliced":
+        together = cupy.stack([x[n] for n in "qkv"], axis=2)
+        strided |= {n: together[:, :, i] for i, n in enumerate("qkv")}
+    else:
+        state = cupy.ascontiguousarray(x["initial_state"][:, :, ::-1, ::-1])
+        strided["initial_state"] = state[:, :, ::-1, ::-1]
+    assert all(tensormap.fits(arrays.take(strided[n])) for n in "qkv")
+    got = gated_linear_attention(**strided, return_state=True)
+    for a, b in zip(got, expected, strict=True):
+        assert (a == b).all()
+
+
+@hopper
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_a_nan_stays_in_its_sequence(pieces, rng):
+    import cupy
+
+    case = Case(64, 64, T=500, B=1, pieces=pieces, options={"cu_seqlens": [0, 100, 333, 480]})
+    x = random_inputs(case, rng, Family("cupy"))
+    y, state = launch(case, x)
+    for n in ("k", "v", "q", "gate"):
+        x[n][:, 100:333] = np.nan
+    bad_y, bad_state = launch(case, x)
+    for part in (slice(0, 100), slice(333, 480)):
+        assert (bad_y[:, part] == y[:, part]).all()
+    assert (bad_state[0] == state[0]).all()
+    assert (bad_state[2] == state[2]).all()
+    assert cupy.isnan(bad_y[:, 100:333].astype("float32")).all()
+
+
+@hopper
+def test_many_packed_sequences(rng):
+    lengths = rng.integers(0, 300, 200)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    case = Case(64, 64, T=int(offsets[-1]) + 7, B=1, H=8, Hq=4, options={"cu_seqlens": offsets})
+    x = random_inputs(case, rng, Family("cupy"))
+    verify(case, x, *launch(case, x), "packed")
+    y = launch(case, x)[0]
+    assert (y[:, offsets[-1] :] == 0).all()
+
+
+def test_tiles_fit_into_shared_memory_and_fill_the_chip():
+    for K in (1, 24, 64, 65, 128):
+        for items, T in ((1, 100_000), (4, 32768), (16, 640), (32, 8192), (256, 4096)):
+            tile = warpgroups.best_tile(T, items, K, K, 132, plan.SHARED_LIMIT)
+            assert tile is not None
+            assert tile.dim >= K
+            assert tile.shared_bytes <= plan.SHARED_LIMIT
+            assert tile.pieces * tile.piece_size >= T
+            assert tile.pieces == 1 or tile.pieces * items <= 132, "all blocks run at once"
+    assert warpgroups.best_tile(32768, 4, 128, 128, 132, plan.SHARED_LIMIT).pieces == 33
+    assert warpgroups.best_tile(1000, 64, 129, 64, 132, plan.SHARED_LIMIT) is None
+    assert warpgroups.best_tile(63, 64, 64, 64, 132, plan.SHARED_LIMIT) is None
+
+
+def test_the_copy_engine_takes_rows_of_whole_vectors():
+    def fits(*row, **changes):
+        x = arrays.take(np.zeros((2, 3, 4, *row), np.float16))
+        return tensormap.fits(replace(x, **changes))
+
+    assert fits(64)
+    assert fits(24)
+    assert not fits(64, ptr=2), "address"
+    assert not fits(20), "rows of 40 bytes"
+    assert fits(64, shape=(2, 1, 4, 64), strides=(768, 1, 64, 1)), "a stride that is never taken"
+    assert not fits(64, strides=(768, 0, 64, 1)), "broadcast"
+    assert not fits(64, strides=(-768, 256, 64, 1)), "backwards"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_tile_knows_the_kernel_s_size(dim):
+    """The bytes that a tile counts are those that the kernel has, by its own static_assert."""
+    nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    from cupy_gdelta.gpu import loader
+
+    tile = warpgroups.best_tile(1000, 1000, dim, dim, 132, plan.SHARED_LIMIT)
+    source = loader.source("linear_sm90")
+    source += f"static_assert(sizeof(Shared<Shape<{dim}, {dim}>, {tile.stages}>) == "
+    source += f"{tile.shared_bytes - 1024});\n"
+    assert nvrtc.usage(source, [linear_sm90.expression(tile)], "sm_90a", loader.OPTIONS)
