@@ -78,7 +78,7 @@ CASES = [
     Case(64, 64, T=3000, B=1, H=1, Hq=1, pieces=47, gate="random"),
     Case(128, 128, T=1500, pieces=5, gate="random"),
     Case(128, 128, T=900, B=1, H=2, pieces=2, gate="one"),
-    Case(96, 72, T=500, B=1, pieces=8, options={"cu_seqlens": [3, 3, 400, 420], "scale": -2.0}),
+    Case(96, 72, T=500, B=1, pieces=8, options={"cu_seqlens": [0, 3, 3, 400, 420], "scale": -2.0}),
 ]
 
 
