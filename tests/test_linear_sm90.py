@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 from conftest import Family, no_gpu
+from host import sass
 
 from cupy_gdelta import accuracy, arrays, gated_linear_attention
 
@@ -201,6 +202,40 @@ def test_the_copy_engine_takes_rows_of_whole_vectors():
     assert fits(64, shape=(2, 1, 4, 64), strides=(768, 1, 64, 1)), "a stride that is never taken"
     assert not fits(64, strides=(768, 0, 64, 1)), "broadcast"
     assert not fits(64, strides=(-768, 256, 64, 1)), "backwards"
+
+
+KEPT = "next[j][i] | kt[j][i] & none"
+
+
+@pytest.mark.parametrize(
+    ("dim", "pieces", "planted"),
+    [
+        (64, 1, False),
+        (64, 2, False),
+        (128, 1, False),
+        (128, 2, False),
+        (64, 1, True),
+        (128, 1, True),
+    ],
+)
+def test_products_run_side_by_side_and_keep_their_factors(dim, pieces, planted):
+    """wgmma reads registers late: what is written into them too early shows in the result."""
+    nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    if sass.disassembler() is None:
+        pytest.skip("nvdisasm is missing")
+    from cupy_gdelta.gpu import loader
+
+    tile = warpgroups.best_tile(1000, 1000, dim, dim, 132, plan.SHARED_LIMIT)
+    source = loader.source("linear_sm90")
+    assert KEPT in source
+    if planted:
+        source = source.replace(KEPT, "next[j][i]")
+    expression = linear_sm90.expression(replace(tile, pieces=pieces))
+    cubin, log = nvrtc.machine_code(source, [expression], "sm_90a", loader.OPTIONS)
+    assert "C75" not in log, "the compiler makes products wait for each other"
+    code = sass.disassemble(cubin)
+    assert sum(name.startswith("HGMMA") for name, _ in code) >= 2 * dim // 16 + 8
+    assert bool(sass.early_writes(code)) == planted
 
 
 @pytest.mark.parametrize("dim", [64, 128])

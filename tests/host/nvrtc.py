@@ -36,6 +36,23 @@ def usage(
     source: str, expressions: Sequence[str], arch: str, options: Sequence[str] = ()
 ) -> dict[str, Usage]:
     """What each instantiation uses on an architecture; RuntimeError with the log if it is wrong."""
+    log, names, _ = _compile(source, expressions, arch, options)
+    found = _parse(log)
+    return {e: found[name] for e, name in zip(expressions, names, strict=True)}
+
+
+def machine_code(
+    source: str, expressions: Sequence[str], arch: str, options: Sequence[str] = ()
+) -> tuple[bytes, str]:
+    """A cubin of the instantiations, and what the compiler said."""
+    log, _, cubin = _compile(source, expressions, arch, options)
+    return cubin, log
+
+
+def _compile(
+    source: str, expressions: Sequence[str], arch: str, options: Sequence[str]
+) -> tuple[str, list[str], bytes]:
+    """The compiler's log, the names of the kernels, and the cubin."""
     program = _call(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         for expression in expressions:
@@ -48,11 +65,12 @@ def usage(
         text = log.rstrip(b"\0").decode()
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"{arch}: {status.name}\n{text}")
-        found = _parse(text)
         names = [_call(nvrtc.nvrtcGetLoweredName(program, e.encode())) for e in expressions]
+        cubin = bytearray(_call(nvrtc.nvrtcGetCUBINSize(program)))
+        _call(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return {e: found[n.decode()] for e, n in zip(expressions, names, strict=True)}
+    return text, [name.decode() for name in names], bytes(cubin)
 
 
 def version() -> tuple[int, int]:
