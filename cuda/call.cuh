@@ -1,6 +1,8 @@
-// One call of either rule as every kernel gets it.
+// One call of either rule as every kernel of whole sequences gets it, and how its scalars are read.
 #pragma once
 #include "types.cuh"
+
+enum Rule { kLinear = 0, kDelta = 1 };
 
 // Strides count elements, over (B, T, H); the last axis of q, k, v and y has stride 1.
 struct CallArgs {

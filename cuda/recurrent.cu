@@ -16,8 +16,6 @@
 #include "rows.cuh"
 #include "tokens.cuh"
 
-enum Rule { kLinear = 0, kDelta = 1 };
-
 constexpr int kGroup = 4;  // tokens
 
 // The part of the state that one thread keeps: kEach rows of kCols columns.

@@ -1,6 +1,13 @@
 """Gated linear recurrences of modern sequence models for NumPy, CuPy and torch arrays."""
 
 from .api import gated_delta_rule, gated_linear_attention
+from .step import gated_delta_rule_step, gated_linear_attention_step
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "gated_delta_rule", "gated_linear_attention"]
+__all__ = [
+    "__version__",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "gated_linear_attention",
+    "gated_linear_attention_step",
+]

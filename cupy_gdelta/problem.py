@@ -17,6 +17,8 @@ from .arrays import View
 MAX_HEAD_DIM = 256
 PRECISIONS = ("highest", "tf32")
 PER_TOKEN = ("gate", "log_gate", "beta")
+REQUIRED = ("q", "k", "v", "state")
+WRITTEN = ("out", "state", "states_out")
 
 
 @dataclass(frozen=True)
@@ -84,54 +86,29 @@ def check(
     def fail(kind: type[Exception], text: str) -> NoReturn:
         raise kind(f"{name}: {text}")
 
-    if gate is not None and log_gate is not None:
-        fail(ValueError, "gate must be given in one form, as gate or as log_gate; got both")
     given = {
         "q": q,
         "k": k,
         "v": v,
-        "gate" if log_gate is None else "log_gate": gate if log_gate is None else log_gate,
+        **one_gate(fail, gate, log_gate),
         "beta": beta,
         "initial_state": initial_state,
         "out": out,
     }
-    views: dict[str, View] = {}
-    for label, x in given.items():
-        if x is None and label not in ("q", "k", "v"):
-            continue
-        try:
-            views[label] = arrays.take(x)
-        except TypeError as error:
-            text = str(error)
-            if label in PER_TOKEN and isinstance(x, (numbers.Number, np.generic)):
-                text = f"must be an array of shape (B, T, H), not a number; got {type(x).__name__}"
-            fail(TypeError, f"{label} {text}")
+    views = take_all(fail, given, "(B, T, H)")
     first = views["q"]
-    for label, x in views.items():
-        if not x.beside(first):
-            fail(TypeError, f"{label} must be {first.kind}, as q is; got {x.kind}")
-        if x.needs_grad and label != "out":
-            fail(
-                TypeError,
-                f"{label} must not require grad, for this version computes no gradients (pass "
-                f"{label}.detach() or call under torch.no_grad()); got a tensor that does",
-            )
-    if first.family == "dlpack":
-        try:
-            arrays.importer(v)
-        except TypeError as error:
-            fail(TypeError, f"v {error}")
-    _dtypes(fail, views)
-    sizes = _sizes(fail, views)
+    check_dtypes(fail, views)
+    sizes = check_sizes(fail, views, ("B", "T"))
     offsets = None
     N = sizes["B"]
     if cu_seqlens is not None:
         offsets, N = _offsets(fail, cu_seqlens, first, sizes["B"], sizes["T"])
     if "initial_state" in views:
         want = (N, sizes["H"], sizes["K"], sizes["V"])
-        _shape(fail, "initial_state", views["initial_state"], "(N, H, K, V)", want)
+        check_shape(fail, "initial_state", views["initial_state"], "(N, H, K, V)", want)
     if "out" in views:
-        _out(fail, views["out"], views["v"])
+        check_shape(fail, "out", views["out"], "(B, T, H, V)", views["v"].shape)
+        check_writable(fail, "out", views["out"])
     rule_of_precision = f"precision must be one of {', '.join(PRECISIONS)}"
     if not isinstance(precision, str):
         fail(TypeError, f"{rule_of_precision}; got {type(precision).__name__}")
@@ -150,9 +127,9 @@ def check(
         beta=views.get("beta"),
         initial_state=views.get("initial_state"),
         cu_seqlens=offsets,
-        scale=_scale(fail, scale),
-        qk_l2norm=_flag(fail, "qk_l2norm", qk_l2norm),
-        return_state=_flag(fail, "return_state", return_state),
+        scale=check_scale(fail, scale),
+        qk_l2norm=check_flag(fail, "qk_l2norm", qk_l2norm),
+        return_state=check_flag(fail, "return_state", return_state),
         precision=precision,
         out=views.get("out"),
     )
@@ -161,26 +138,69 @@ def check(
 Fail = Callable[[type[Exception], str], NoReturn]
 
 
-def _shape(fail: Fail, label: str, x: View, form: str, want: tuple[int, ...]) -> None:
+def take_all(fail: Fail, given: dict[str, Any], per_token: str) -> dict[str, View]:
+    """Views of the arrays given, all of one library and device; ``per_token`` is a gate's form."""
+    views: dict[str, View] = {}
+    for label, x in given.items():
+        if x is None and label not in REQUIRED:
+            continue
+        try:
+            views[label] = arrays.take(x)
+        except TypeError as error:
+            text = str(error)
+            if label in PER_TOKEN and isinstance(x, (numbers.Number, np.generic)):
+                text = (
+                    f"must be an array of shape {per_token}, not a number; got {type(x).__name__}"
+                )
+            fail(TypeError, f"{label} {text}")
+    first = views["q"]
+    for label, x in views.items():
+        if not x.beside(first):
+            fail(TypeError, f"{label} must be {first.kind}, as q is; got {x.kind}")
+        if x.needs_grad and label not in WRITTEN:
+            fail(
+                TypeError,
+                f"{label} must not require grad, for this version computes no gradients (pass "
+                f"{label}.detach() or call under torch.no_grad()); got a tensor that does",
+            )
+    if first.family == "dlpack":
+        try:
+            arrays.importer(given["v"])
+        except TypeError as error:
+            fail(TypeError, f"v {error}")
+    return views
+
+
+def one_gate(fail: Fail, gate: Any, log_gate: Any) -> dict[str, Any]:
+    """The gate under the name of the form it is given in."""
+    if gate is not None and log_gate is not None:
+        fail(ValueError, "gate must be given in one form, as gate or as log_gate; got both")
+    return {"gate": gate} if log_gate is None else {"log_gate": log_gate}
+
+
+def check_shape(fail: Fail, label: str, x: View, form: str, want: tuple[int, ...]) -> None:
     if x.shape != want:
         names = form.strip("()")
         sizes = ", ".join(str(n) for n in want)
         fail(ValueError, f"{label} must have shape {form} with {names} = {sizes}; got {x.shape}")
 
 
-def _sizes(fail: Fail, views: dict[str, View]) -> dict[str, int]:
+def check_sizes(fail: Fail, views: dict[str, View], lead: tuple[str, ...]) -> dict[str, int]:
+    """Every size by its name; ``lead`` names the axes before those of heads."""
     q, k, v = (views[label] for label in "qkv")
-    if len(q.shape) != 4:
-        fail(ValueError, f"q must have shape (B, T, Hq, K); got {q.shape}")
-    B, T, Hq, K = q.shape
+    n, axes = len(lead), ", ".join(lead)
+    if len(q.shape) != n + 2:
+        fail(ValueError, f"q must have shape ({axes}, Hq, K); got {q.shape}")
+    first, (Hq, K) = q.shape[:n], q.shape[n:]
     if k.shape != q.shape:
-        fail(ValueError, f"k must have the shape of q, (B, T, Hq, K) = {q.shape}; got {k.shape}")
-    if len(v.shape) != 4 or v.shape[:2] != (B, T):
+        fail(ValueError, f"k must have the shape of q, ({axes}, Hq, K) = {q.shape}; got {k.shape}")
+    sizes = ", ".join(map(str, first))
+    if len(v.shape) != n + 2 or v.shape[:n] != first:
         fail(
             ValueError,
-            f"v must have shape (B, T, H, V) with B, T = {B}, {T} from q; got {v.shape}",
+            f"v must have shape ({axes}, H, V) with {axes} = {sizes} from q; got {v.shape}",
         )
-    H, V = v.shape[2:]
+    H, V = v.shape[n:]
     if (Hq == 0 and H > 0) or (Hq > 0 and H % Hq):
         fail(
             ValueError,
@@ -194,11 +214,11 @@ def _sizes(fail: Fail, views: dict[str, View]) -> dict[str, int]:
             )
     for label in PER_TOKEN:
         if label in views:
-            _shape(fail, label, views[label], "(B, T, H)", (B, T, H))
-    return {"B": B, "T": T, "H": H, "Hq": Hq, "K": K, "V": V}
+            check_shape(fail, label, views[label], f"({axes}, H)", (*first, H))
+    return {**dict(zip(lead, first, strict=True)), "H": H, "Hq": Hq, "K": K, "V": V}
 
 
-def _dtypes(fail: Fail, views: dict[str, View]) -> None:
+def check_dtypes(fail: Fail, views: dict[str, View]) -> None:
     dtype = views["q"].dtype
     if dtype not in arrays.FLOATS:
         *others, last = arrays.FLOATS
@@ -212,6 +232,8 @@ def _dtypes(fail: Fail, views: dict[str, View]) -> None:
         "beta": ("float32", dtype),
         "initial_state": (arrays.state_dtype(dtype),),
         "out": (dtype,),
+        "state": ("float64",) if dtype == "float64" else ("float32", "bfloat16", "float16"),
+        "states_out": (views["state"].dtype,) if "state" in views else (),
     }
     for label, x in views.items():
         kinds = list(dict.fromkeys(allowed.get(label, (dtype,))))
@@ -232,32 +254,32 @@ def _conversion(label: str, x: View, dtype: str) -> str:
     return f" (convert it: {label}.{call})" if call else ""
 
 
-def _flag(fail: Fail, label: str, value: Any) -> bool:
+def check_flag(fail: Fail, label: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         fail(TypeError, f"{label} must be True or False; got {type(value).__name__}")
     return bool(value)
 
 
-def _out(fail: Fail, out: View, v: View) -> None:
-    _shape(fail, "out", out, "(B, T, H, V)", v.shape)
-    if out.readonly:
-        fail(ValueError, "out must be writable; got a read-only array")
-    if out.copied:
-        fail(ValueError, "out must be aligned and in native byte order; got one that is not")
+def check_writable(fail: Fail, label: str, x: View) -> None:
+    """Refuse what cannot be written in place."""
+    if x.readonly:
+        fail(ValueError, f"{label} must be writable; got a read-only array")
+    if x.copied:
+        fail(ValueError, f"{label} must be aligned and in native byte order; got one that is not")
     reach = 0  # of the axes with smaller strides, in elements
-    for step, size in sorted((abs(s), n) for n, s in zip(out.shape, out.strides, strict=True)):
-        if size > 1 and step <= reach and 0 not in out.shape:
+    for step, size in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True)):
+        if size > 1 and step <= reach and 0 not in x.shape:
             fail(
                 ValueError,
-                f"out must have memory of its own for each element; "
-                f"got strides {out.strides} for shape {out.shape}",
+                f"{label} must have memory of its own for each element; "
+                f"got strides {x.strides} for shape {x.shape}",
             )
         reach += step * (size - 1)
-    if out.needs_grad:
-        fail(ValueError, "out must not require grad; got a tensor that does")
+    if x.needs_grad:
+        fail(ValueError, f"{label} must not require grad; got a tensor that does")
 
 
-def _scale(fail: Fail, scale: Any) -> float:
+def check_scale(fail: Fail, scale: Any) -> float:
     kind = type(scale).__name__
     if getattr(scale, "requires_grad", False):
         fail(TypeError, "scale must be a number (multiply q instead); got one that requires grad")
@@ -284,22 +306,11 @@ def _offsets(fail: Fail, cu_seqlens: Any, q: View, B: int, T: int) -> tuple[np.n
     """cu_seqlens as int64 on the host, checked; on q's device, as a view that only kernels read."""
     if B != 1:
         fail(ValueError, f"cu_seqlens must come with B = 1, sequences packed along T; got B = {B}")
-    if isinstance(cu_seqlens, (list, tuple, range)):
-        ends, dtype = _listed(fail, cu_seqlens), "int64"
-    else:
-        try:
-            view = arrays.take(cu_seqlens)
-        except TypeError as error:
-            text = str(error).replace("an array", "a list or an array of integers")
-            fail(TypeError, f"cu_seqlens {text}")
-        if view.device >= 0:
-            return _device_offsets(fail, view, q)
-        ends, dtype = view.array, view.dtype
-    if not dtype.startswith(("int", "uint")):
-        fail(TypeError, f"cu_seqlens must hold integers; got dtype {dtype}")
-    if ends.ndim != 1 or ends.size == 0:
+    ends = take_integers(fail, "cu_seqlens", cu_seqlens, q)
+    if len(ends.shape) != 1 or ends.shape[0] == 0:
         fail(ValueError, f"cu_seqlens must have shape (N + 1,) with N >= 0; got {ends.shape}")
-    ends = ends.copy()  # which no caller can change under the work
+    if isinstance(ends, View):
+        return ends, ends.shape[0] - 1
     if ends[0] != 0:
         fail(ValueError, f"cu_seqlens must start with 0; got {ends[0]}")
     falls = np.flatnonzero(ends[1:] < ends[:-1])
@@ -311,27 +322,40 @@ def _offsets(fail: Fail, cu_seqlens: Any, q: View, B: int, T: int) -> tuple[np.n
     return ends.astype(np.int64), ends.size - 1
 
 
-def _listed(fail: Fail, values: Any) -> np.ndarray:
-    ends = []
-    for x in values:
-        try:
-            ends.append(operator.index(x))
-        except TypeError:
-            fail(TypeError, f"cu_seqlens must hold integers; got {x!r}")
-        if isinstance(x, bool):
-            fail(TypeError, f"cu_seqlens must hold integers; got {x!r}")
+def take_integers(fail: Fail, label: str, values: Any, q: View) -> np.ndarray | View:
+    """Integers on the host as an array of their own; on q's device as a view for kernels to read.
+
+    What lies on the host is copied: no caller can change it under the work.
+    """
+    if isinstance(values, (list, tuple, range)):
+        return _listed(fail, label, values)
     try:
-        return np.array(ends, dtype=np.int64)
-    except OverflowError:
-        fail(ValueError, f"cu_seqlens must hold 64-bit integers; got {max(ends, key=abs)}")
-
-
-def _device_offsets(fail: Fail, view: View, q: View) -> tuple[View, int]:
+        view = arrays.take(values)
+    except TypeError as error:
+        text = str(error).replace("an array", "a list or an array of integers")
+        fail(TypeError, f"{label} {text}")
+    if view.device < 0:
+        if not view.dtype.startswith(("int", "uint")):
+            fail(TypeError, f"{label} must hold integers; got dtype {view.dtype}")
+        return view.array.copy()
     if not view.beside(q):
         places = "on the CPU" if q.device < 0 else f"on the CPU or be {q.kind}, as q is"
-        fail(TypeError, f"cu_seqlens must lie {places}; got {view.kind}")
+        fail(TypeError, f"{label} must lie {places}; got {view.kind}")
     if view.dtype not in ("int32", "int64"):
-        fail(TypeError, f"cu_seqlens must have dtype int32 or int64; got {view.dtype}")
-    if len(view.shape) != 1 or view.shape[0] == 0:
-        fail(ValueError, f"cu_seqlens must have shape (N + 1,) with N >= 0; got {view.shape}")
-    return view, view.shape[0] - 1
+        fail(TypeError, f"{label} must have dtype int32 or int64; got {view.dtype}")
+    return view
+
+
+def _listed(fail: Fail, label: str, values: Any) -> np.ndarray:
+    found = []
+    for x in values:
+        try:
+            found.append(operator.index(x))
+        except TypeError:
+            fail(TypeError, f"{label} must hold integers; got {x!r}")
+        if isinstance(x, bool):
+            fail(TypeError, f"{label} must hold integers; got {x!r}")
+    try:
+        return np.array(found, dtype=np.int64)
+    except OverflowError:
+        fail(ValueError, f"{label} must hold 64-bit integers; got {max(found, key=abs)}")

@@ -1,7 +1,8 @@
 """Both rules on NumPy and its BLAS, in chunks of tokens.
 
 ``linear`` and ``delta`` hold the equations; ``decay`` the products of gates; ``steps`` the loop
-over tokens for chunks where those could overflow; ``blas`` the products of matrices; ``pieces`` the
+over tokens for chunks where those could overflow, and for decode; ``step`` a few tokens of decode,
+with states in place; ``blas`` the products of matrices; ``pieces`` the
 way from the caller's arrays to the chunks and back; ``walk`` the order of the work and its threads.
 """
 
@@ -11,6 +12,9 @@ import numpy as np
 
 from ..problem import Problem
 from . import delta, linear, walk
+from .step import advance
+
+__all__ = ["advance", "forward"]
 
 
 def forward(problem: Problem, y: np.ndarray, state: np.ndarray | None) -> None:

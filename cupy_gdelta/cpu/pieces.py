@@ -50,10 +50,10 @@ def load(x: np.ndarray, dtype: str, out: np.ndarray, fill: float = 0.0) -> None:
     out = out.reshape(M, S, L // S, R, C, D)
     full, rest = divmod(t, C)
     if full:
-        _widen(in_chunks(x[:, : full * C], C, R), dtype, out[:full])
+        widen(in_chunks(x[:, : full * C], C, R), dtype, out[:full])
     if rest:
         part = x[:, full * C :].reshape(S, rest, L // S, R, D)
-        _widen(part.transpose(0, 2, 3, 1, 4), dtype, out[full, ..., :rest, :])
+        widen(part.transpose(0, 2, 3, 1, 4), dtype, out[full, ..., :rest, :])
         out[full, ..., rest:, :] = fill
 
 
@@ -70,7 +70,8 @@ def store(chunks: np.ndarray, dtype: str, y: np.ndarray, index: tuple[Any, ...],
         y[index] = chunks.transpose(1, 0, 4, 2, 3, 5).reshape(S, M * C, -1, V)[:, :t]
 
 
-def _widen(x: np.ndarray, dtype: str, out: np.ndarray) -> None:
+def widen(x: np.ndarray, dtype: str, out: np.ndarray) -> None:
+    """Copy x, an array of ``dtype``, into the wider numbers of out."""
     if dtype != "bfloat16":
         np.copyto(out, x, casting="same_kind")
         return

@@ -16,7 +16,7 @@ from .pieces import Scratch
 from .segment import Segment, Turn
 
 MAX_THREADS = 8  # each has a scratch of its own
-WORTH_A_THREAD = 1 << 18  # numbers in k and v
+WORTH_A_THREAD = 1 << 18  # numbers to be read
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
                 finally:
                     turn.after.set()
 
-    helpers = _threads(problem) - 1
+    helpers = threads(problem.B * problem.T * problem.H * (problem.K + problem.V)) - 1
     if helpers < 1:
         worker()
         return
@@ -81,9 +81,9 @@ def _untouched(p: Problem, y: np.ndarray, state: np.ndarray | None) -> None:
         state[empty] = 0 if p.initial_state is None else p.initial_state.array[empty]
 
 
-def _threads(p: Problem) -> int:
+def threads(numbers: int) -> int:
     """How many threads are worth their start: OMP_NUM_THREADS or the CPUs of this process."""
-    if p.B * p.T * p.H * (p.K + p.V) < WORTH_A_THREAD:
+    if numbers < WORTH_A_THREAD:
         return 1
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdigit():

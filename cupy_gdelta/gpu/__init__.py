@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from .. import arrays
 from ..arrays import View
 from ..problem import Problem
+from ..step_problem import StepProblem
 
 try:
     import cupy
@@ -27,9 +28,9 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
         f"set CUPY_CACHE_DIR to a folder that can be written"
     ) from error
 
-from . import linear, linear_sm90, plan, recurrent, tensormap
+from . import linear, linear_sm90, plan, recurrent, repeat, step, tensormap
 
-__all__ = ["forward", "linear", "linear_sm90", "plan", "recurrent"]
+__all__ = ["advance", "forward", "linear", "linear_sm90", "plan", "recurrent", "repeat", "step"]
 
 
 def forward(p: Problem, y: View, state: View | None) -> None:
@@ -74,6 +75,21 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             _keep(p, y, q, k, v, given, target, space)
 
 
+def advance(p: StepProblem, y: View) -> Callable | None:
+    """Write y and update the states; asynchronous. Returns who answers a call of the same form."""
+    with _on(p.v):
+        _limits(p.v.device)
+        indices = p.state_indices
+        if isinstance(indices, np.ndarray):
+            indices = _upload(indices.tobytes(), p.v.device)
+        launch = step.prepare(p, y, indices)
+        launch(step.pointers(p, y, indices))
+        capturing = p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing()
+    if capturing and y is not p.out:
+        _captured.append(y)
+    return repeat.remember(p, launch) if y is p.out or p.out is None else None
+
+
 _LAUNCH = {
     "recurrent": recurrent.launch,
     "linear": linear.launch,
@@ -97,12 +113,12 @@ def _on(x: View) -> Iterator[None]:
         if x.family != "torch":
             yield
             return
-        with _stream(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream, x.device):
+        with stream_of(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream, x.device):
             yield
 
 
 @functools.lru_cache(maxsize=256)
-def _stream(handle: int, device: int) -> cupy.cuda.Stream:
+def stream_of(handle: int, device: int) -> cupy.cuda.Stream:
     """Another library's stream, for CuPy."""
 
     class Foreign:
@@ -133,7 +149,7 @@ _MOST_UPLOADED = 64
 
 
 def _upload(offsets: bytes, device: int) -> View:
-    """Offsets given on the host, on the device, in the order of the current stream.
+    """Integers given on the host, on the device, in the order of the current stream.
 
     A graph cannot upload. One that is captured takes what the same call uploaded before.
     """
@@ -142,8 +158,9 @@ def _upload(offsets: bytes, device: int) -> View:
         found = _uploaded.get(key)
         if found is None:
             raise RuntimeError(
-                "cupy_gdelta: cu_seqlens on the host cannot be uploaded while a graph is captured; "
-                "call once with the same offsets before capturing, or pass them on the device"
+                "cupy_gdelta: integers on the host cannot be uploaded while a graph is captured; "
+                "call once with the same cu_seqlens or state_indices before capturing, or pass "
+                "them on the device"
             )
         _captured.append(found)
         return found

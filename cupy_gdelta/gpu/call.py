@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import View
 from ..problem import Problem
+from ..step_problem import StepProblem
 
 # CallArgs: nine addresses, six times three strides, four of the state, then sizes and kinds.
 ARGS = struct.Struct("=9Q 18q 4q q 4q d 4i")
@@ -19,10 +20,6 @@ def arguments(p: Problem, y: View, state: View | None, offsets: View | None) -> 
     """The kernel's one argument, laid out as CallArgs."""
     pointers = (p.q, p.k, p.v, p.gate, p.beta, p.initial_state, offsets, y, state)
     strides = (p.q, p.k, p.v, p.gate, p.beta, y)
-    kinds = [
-        0 if x is None else (1 if x.dtype == p.dtype else 2) + (2 if log else 0)
-        for x, log in ((p.gate, p.log_gate), (p.beta, False))
-    ]
     packed = ARGS.pack(
         *(0 if x is None else x.ptr for x in pointers),
         *(n for x in strides for n in (_NONE if x is None else x.strides[:3])),
@@ -30,8 +27,16 @@ def arguments(p: Problem, y: View, state: View | None, offsets: View | None) -> 
         0 if offsets is None else offsets.strides[0],
         *(p.T, p.H, p.H // p.Hq, p.N),
         p.scale,
-        *kinds,
+        *kinds(p),
         8 if offsets is None or offsets.dtype == "int64" else 4,
         0,
     )
     return np.frombuffer(packed, np.dtype((np.void, ARGS.size)))
+
+
+def kinds(p: Problem | StepProblem) -> list[int]:
+    """How gate and beta are stored, as Scalars of cuda/call.cuh."""
+    return [
+        0 if x is None else (1 if x.dtype == p.dtype else 2) + (2 if log else 0)
+        for x, log in ((p.gate, p.log_gate), (p.beta, False))
+    ]

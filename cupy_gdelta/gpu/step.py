@@ -1,0 +1,99 @@
+"""Launches cuda/step.cu: a few tokens of either rule, the states updated where they lie."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import View
+from ..step_problem import StepProblem
+from . import call, loader, plan
+from .recurrent import RULES, TYPES
+from .step_tile import StepTile, best_tile, most_shared
+
+# StepArgs of cuda/step.cu: nine addresses, then strides, sizes and kinds.
+POINTERS = struct.Struct("=9Q")
+SIZES = struct.Struct("=4q 4q 4q 3q 3q 4q 4q 5q q 5q d 4i")
+BYTES = POINTERS.size + SIZES.size
+
+
+class Launch:
+    """A launch for calls of one form, whose arrays lie elsewhere at every call."""
+
+    def __init__(self, function: Any, grid: int, block: int, shared: int, sizes: bytes) -> None:
+        self._function, self._shared = function, shared
+        self._grid, self._block, self._sizes = (grid,), (block,), sizes
+        self._spare: list[tuple[bytearray, tuple[np.ndarray]]] = []  # that no thread is filling
+
+    def __call__(self, pointers: Sequence[int], stream: Any = None) -> None:
+        """Run on the current device; addresses in the order of StepArgs, None is its stream."""
+        try:
+            raw, args = self._spare.pop()
+        except IndexError:
+            raw = bytearray(POINTERS.size) + self._sizes
+            args = (np.frombuffer(raw, np.dtype((np.void, BYTES))),)
+        POINTERS.pack_into(raw, 0, *pointers)
+        self._function(self._grid, self._block, args, self._shared, stream)
+        self._spare.append((raw, args))
+
+
+def prepare(p: StepProblem, y: View, indices: View | None) -> Launch:
+    """The launch for a checked step and others of its form, on the current device."""
+    tile, sums = chosen(p), arrays.state_dtype(p.dtype)
+    kernel = loader.kernel("step", expression(p, tile), p.v.device, most_shared(tile, sums))
+    blocks = min(p.B * p.H * -(-p.V // tile.block_cols), call.MAX_GRID)
+    shared = tile.shared_bytes(p.T, sums)
+    return Launch(kernel.kernel, blocks, tile.threads, shared, sizes(p, y, indices))
+
+
+def chosen(p: StepProblem) -> StepTile:
+    """The tile for the states as they lie."""
+    states = [p.state] if p.states_out is None else [p.state, p.states_out]
+    if all(x.strides[-1] == 1 for x in states):
+        aligned = plan.alignment(*states)
+    else:
+        aligned = arrays.ITEMSIZE[p.state.dtype]
+    return best_tile(p.K, p.V, p.state.dtype, aligned)
+
+
+def expression(p: StepProblem, tile: StepTile) -> str:
+    """The template instantiation, as NVRTC is asked for it."""
+    return _expression(p.rule, p.dtype, p.state.dtype, p.qk_l2norm, p.K, p.V, tile)
+
+
+@functools.lru_cache(maxsize=4096)
+def _expression(
+    rule: str, dtype: str, kept: str, normalise: bool, K: int, V: int, tile: StepTile
+) -> str:
+    types = f"{TYPES[dtype]}, {TYPES[kept]}, {TYPES[arrays.state_dtype(dtype)]}"
+    how = f"{RULES[rule]}, {str(normalise).lower()}"
+    return f"step<{types}, {how}, {K}, {V}, {tile.wide}, {tile.lanes}, {tile.warps}>"
+
+
+def pointers(p: StepProblem, y: View, indices: View | None) -> list[int]:
+    """The addresses of StepArgs."""
+    some = (p.q, p.k, p.v, p.gate, p.beta, indices, y, p.state, p.states_out)
+    return [0 if x is None else x.ptr for x in some]
+
+
+def sizes(p: StepProblem, y: View, indices: View | None) -> bytes:
+    """StepArgs after its addresses."""
+
+    def strides(x: View | None, n: int) -> tuple[int, ...]:
+        return (0,) * n if x is None else x.strides
+
+    return SIZES.pack(
+        *(*p.q.strides, *p.k.strides, *p.v.strides),
+        *(*strides(p.gate, 3), *strides(p.beta, 3), *y.strides),
+        *(*p.state.strides, *strides(p.states_out, 5), *strides(indices, 1)),
+        *(p.B, p.T, p.H, p.H // p.Hq, p.P),
+        p.scale,
+        *call.kinds(p),
+        8 if indices is None or indices.dtype == "int64" else 4,
+        0,
+    )

@@ -1,0 +1,68 @@
+"""Tiles of cuda/step.cu: pure functions of sizes, tested without a GPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..arrays import ITEMSIZE
+from ..step_problem import MAX_TOKENS
+
+ROW_BYTES = 128  # of a row of the state that one warp reads at once: a cache line
+STATE_WORDS = 32  # 4-byte registers that a thread may spend on its part of the state
+MAX_WARPS = 16
+
+
+@dataclass(frozen=True)
+class StepTile:
+    """How ``step`` splits one head: see cuda/step.cu for the names."""
+
+    K: int
+    wide: int
+    lanes: int
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def block_cols(self) -> int:
+        return self.lanes * self.wide
+
+    @property
+    def slots(self) -> int:
+        """Threads that share a column."""
+        return 32 // self.lanes * self.warps
+
+    def shared_bytes(self, T: int, sums: str) -> int:
+        """Bytes of shared memory for T tokens."""
+        partial = _round_up(self.warps * self.block_cols, 4)
+        padded = self.slots * -(-self.K // self.slots)
+        token = _round_up(2 * padded + self.block_cols + 2, 4)
+        return ITEMSIZE[sums] * (3 * partial + T * token)
+
+
+@functools.lru_cache(maxsize=4096)
+def best_tile(K: int, V: int, kept: str, aligned: int) -> StepTile:
+    """For states of dtype ``kept`` whose rows lie at whole multiples of ``aligned`` bytes.
+
+    ``aligned`` is that of one number where neighbouring columns do not lie side by side.
+    """
+    size = ITEMSIZE[kept]
+    wide = 16 // size
+    while wide > 1 and (V % wide or aligned < wide * size):
+        wide //= 2
+    lanes = min(32, ROW_BYTES // (wide * size), 1 << (V // wide - 1).bit_length())
+    each = max(1, STATE_WORDS // (wide * (2 if kept == "float64" else 1)))
+    warps = min(MAX_WARPS, -(-K // (32 // lanes * each)))
+    return StepTile(K, wide, lanes, warps)
+
+
+def most_shared(tile: StepTile, sums: str) -> int:
+    """Bytes of shared memory for as many tokens as a call may have."""
+    return tile.shared_bytes(MAX_TOKENS, sums)
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
