@@ -87,8 +87,7 @@ def check(
         form = f"({', '.join(lead)}, H, V)"
         problem.check_shape(fail, "out", views["out"], form, views["v"].shape)
         problem.check_writable(fail, "out", views["out"])
-        if views["out"].shares(views["state"]):
-            fail(ValueError, "out must share no memory with state; got arrays that overlap")
+    _apart(fail, views)
     y_shape = views["v"].shape
     if len(lead) == 1:
         views = {label: x if label == "state" else with_time(x) for label, x in views.items()}
@@ -138,17 +137,21 @@ def _states(
         form, want = f"({', '.join(lead)}, H, K, V)", (*(sizes[n] for n in lead), *head)
         problem.check_shape(fail, "states_out", views["states_out"], form, want)
     for label in ("state", "states_out"):
-        if label not in views:
-            continue
-        problem.check_writable(fail, label, views[label])
-        for other, x in views.items():
-            if other not in (label, "state", "out") and x.shares(views[label]):
+        if label in views:
+            problem.check_writable(fail, label, views[label])
+
+
+def _apart(fail: Fail, views: dict[str, View]) -> None:
+    """Refuse arrays to write that share memory with others; y may overlap an input."""
+    inputs = [label for label in views if label not in problem.WRITTEN]
+    others = {"state": inputs, "states_out": [*inputs, "state"], "out": ["state", "states_out"]}
+    for label, some in others.items():
+        for other in some:
+            if label in views and other in views and views[label].shares(views[other]):
                 fail(
                     ValueError,
                     f"{label} must share no memory with {other}; got arrays that overlap",
                 )
-    if "out" in views and "states_out" in views and views["out"].shares(views["states_out"]):
-        fail(ValueError, "out must share no memory with states_out; got arrays that overlap")
 
 
 def _indices(
