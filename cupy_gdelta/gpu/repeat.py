@@ -25,6 +25,7 @@ _Y, _STATE, _STATES_OUT = 6, 7, 8  # in the order of StepArgs
 _NUMBERS = frozenset((float, int, np.float64, np.float32))  # hashed by their value
 _LEGACY_STREAM = 1  # up to here streams cannot be captured
 _ndarray = cupy.ndarray
+_empty = cupy.ndarray  # the shortest way to memory
 _current_stream = cupy.cuda.get_current_stream
 
 Key = tuple[Any, ...]
@@ -168,7 +169,7 @@ def _run_cupy(form: Form, arrays: Arrays, at: list[int]) -> Any:
         stream = _current_stream().ptr
         if stream > _LEGACY_STREAM and runtime.streamIsCapturing(stream):
             return None  # y must outlive the graph: the long way keeps it
-        y = _ndarray(form.y_shape, arrays[2].dtype)
+        y = _empty(form.y_shape, arrays[2].dtype)
         at[_Y] = y.data.ptr
     form.launch(at)
     return y
