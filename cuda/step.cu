@@ -166,12 +166,12 @@ struct StepTile {
   }
 };
 
-// grid: any number of blocks; B * H * ceil(V / kBlockCols) items are dealt out in turns.
+// grid: (x, y) with x * y of at least B * H * ceil(V / kBlockCols), a block each.
 // block: 32 * kWarps. Pieces of kWide > 1 columns need them side by side, at addresses that are
-// whole multiples of a piece.
+// whole multiples of a piece. kResident blocks fit on a multiprocessor at once.
 template <class In, class Kept, class State, int kRule, bool kNormalise, int K, int V, int kWide,
-          int kLanes, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps) step(const StepArgs a) {
+          int kLanes, int kWarps, int kResident>
+__global__ void __launch_bounds__(32 * kWarps, kResident) step(const StepArgs a) {
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "2^n lanes a row");
   static_assert(V % kWide == 0, "no piece ends past the columns");
   static_assert(sizeof(Kept) * kWide <= 16, "one load a piece");
@@ -206,54 +206,54 @@ __global__ void __launch_bounds__(32 * kWarps) step(const StepArgs a) {
     return sum;
   };
 
-  for (long long item = blockIdx.x; item < a.B * a.H * kColBlocks; item += gridDim.x) {
-    const long long bh = item / kColBlocks, b = bh / a.H, h = bh % a.H;
-    const int col0 = static_cast<int>(item % kColBlocks) * kBlockCols;
-    const int cols = min(kBlockCols, V - col0);
-    In* const y =
-        static_cast<In*>(a.y) + b * a.y_stride[0] + h * a.y_stride[2] + col0 * a.y_stride[3];
-    const long long row = pool_row(a, b);
-    if (row < 0) {
-      for (int e = threadIdx.x; e < a.T * cols; e += kThreads)
-        y[e / cols * a.y_stride[1] + e % cols * a.y_stride[3]] = Narrow<In>::from(State(0));
-      continue;
-    }
-    const bool real = piece_col < cols;
-    Kept* const kept = static_cast<Kept*>(a.state) + row * a.state_stride[0] +
-                       h * a.state_stride[1] + (col0 + piece_col) * a.state_stride[3];
-    StepTile<State, Kept, Map, K, kWide> tile;
-    tile.load(kept, a.state_stride[2], slot, real);
-    tokens.fetch(a, b, h, col0, cols, warp, lane);
-    __syncthreads();
+  const long long item = blockIdx.y * static_cast<long long>(gridDim.x) + blockIdx.x;
+  if (item >= a.B * a.H * kColBlocks) return;
+  const long long bh = item / kColBlocks, b = bh / a.H, h = bh % a.H;
+  const int col0 = static_cast<int>(item % kColBlocks) * kBlockCols;
+  const int cols = min(kBlockCols, V - col0);
+  In* const y =
+      static_cast<In*>(a.y) + b * a.y_stride[0] + h * a.y_stride[2] + col0 * a.y_stride[3];
+  const long long row = pool_row(a, b);
+  if (row < 0) {
+    for (int e = threadIdx.x; e < a.T * cols; e += kThreads)
+      y[e / cols * a.y_stride[1] + e % cols * a.y_stride[3]] = Narrow<In>::from(State(0));
+    return;
+  }
+  const bool real = piece_col < cols;
+  Kept* const kept = static_cast<Kept*>(a.state) + row * a.state_stride[0] + h * a.state_stride[1] +
+                     (col0 + piece_col) * a.state_stride[3];
+  StepTile<State, Kept, Map, K, kWide> tile;
+  tile.load(kept, a.state_stride[2], slot, real);
+  tokens.fetch(a, b, h, col0, cols, warp, lane);
+  __syncthreads();
 
 #pragma unroll 1
-    for (long long t = 0; t < a.T; t++) {
-      const State gate = tokens.gate_beta(t)[0], beta = tokens.gate_beta(t)[1];
-      State part[kWide], u[kWide];
-      if (kRule == kDelta) {
-        tile.times(part, tokens.k(t), slot);
-        gather(predicted, part);
-        __syncthreads();
-      }
-#pragma unroll
-      for (int c = 0; c < kWide; c++) {
-        const State v = tokens.v(t)[piece_col + c];
-        u[c] = beta * (kRule == kDelta ? v - gate * total(predicted, piece_col + c) : v);
-      }
-      tile.update(gate, tokens.k(t), u, slot);
-#pragma unroll 1
-      for (int to = a.states_out ? 0 : 1; to < (t == a.T - 1 ? 2 : 1); to++) {
-        Kept* const out = static_cast<Kept*>(a.states_out) + b * a.out_stride[0] +
-                          t * a.out_stride[1] + h * a.out_stride[2] +
-                          (col0 + piece_col) * a.out_stride[4];
-        tile.store(to ? kept : out, to ? a.state_stride[2] : a.out_stride[3], slot, real);
-      }
-      tile.times(part, tokens.q(t), slot);
-      State* const sums = outputs + t % 2 * kSums;
-      gather(sums, part);
+  for (long long t = 0; t < a.T; t++) {
+    const State gate = tokens.gate_beta(t)[0], beta = tokens.gate_beta(t)[1];
+    State part[kWide], u[kWide];
+    if (kRule == kDelta) {
+      tile.times(part, tokens.k(t), slot);
+      gather(predicted, part);
       __syncthreads();
-      for (int c = threadIdx.x; c < cols; c += kThreads)
-        y[t * a.y_stride[1] + c * a.y_stride[3]] = Narrow<In>::from(scale * total(sums, c));
     }
+#pragma unroll
+    for (int c = 0; c < kWide; c++) {
+      const State v = tokens.v(t)[piece_col + c];
+      u[c] = beta * (kRule == kDelta ? v - gate * total(predicted, piece_col + c) : v);
+    }
+    tile.update(gate, tokens.k(t), u, slot);
+#pragma unroll 1
+    for (int to = a.states_out ? 0 : 1; to < (t == a.T - 1 ? 2 : 1); to++) {
+      Kept* const out = static_cast<Kept*>(a.states_out) + b * a.out_stride[0] +
+                        t * a.out_stride[1] + h * a.out_stride[2] +
+                        (col0 + piece_col) * a.out_stride[4];
+      tile.store(to ? kept : out, to ? a.state_stride[2] : a.out_stride[3], slot, real);
+    }
+    tile.times(part, tokens.q(t), slot);
+    State* const sums = outputs + t % 2 * kSums;
+    gather(sums, part);
+    __syncthreads();
+    for (int c = threadIdx.x; c < cols; c += kThreads)
+      y[t * a.y_stride[1] + c * a.y_stride[3]] = Narrow<In>::from(scale * total(sums, c));
   }
 }

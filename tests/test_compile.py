@@ -14,7 +14,15 @@ import pytest
 nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
 pytest.importorskip("cupy")
 
-from cupy_gdelta.gpu import linear, linear_sm90, loader, plan, recurrent  # noqa: E402
+from cupy_gdelta.gpu import (  # noqa: E402
+    linear,
+    linear_sm90,
+    loader,
+    plan,
+    recurrent,
+    step,
+    step_tile,
+)
 
 PLANTED = (Path(nvrtc.__file__).parent / "spills.cu").read_text()
 
@@ -45,6 +53,7 @@ def instantiations(
         "recurrent": set(),
         "linear": {"scan_pieces"},
         "linear_sm90": set(),
+        "step": set(),
     }
     engines = (False, True) if arch == "sm_90a" else (False,)
     shared = (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
@@ -64,7 +73,18 @@ def instantiations(
                 for unit in (normalise if rule == "delta" else (False,))
             ]
         found[chosen.kernel].update(expressions)
+        found["step"].update(step_instantiations(rule, dtype, K, V, bytes_, normalise))
     return {stem: sorted(expressions) for stem, expressions in found.items()}
+
+
+def step_instantiations(rule, dtype, K, V, bytes_, normalise) -> list[str]:
+    """Those of decode steps, by the dtype of states: that of q matters for few loads."""
+    kinds = {"float64": ("float64",), "bfloat16": ("float32", "bfloat16")}.get(dtype, ())
+    return [
+        step.expression(rule, dtype, kept, unit, K, V, step_tile.best_tile(K, V, kept, bytes_))
+        for kept in kinds
+        for unit in (normalise[-1:] if rule == "delta" else (False,))
+    ]
 
 
 def assert_in_registers(instantiations: dict[str, list[str]], arch: str) -> None:

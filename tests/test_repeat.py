@@ -84,7 +84,7 @@ class Device:
             assert shared <= shared_bytes
             self.launches.append(bytes(args[0].tobytes()))
             if self.computes:
-                kernels.launch(expression, *grid, *block, shared, [args[0][0]])
+                kernels.launch(expression, grid, block, shared, [args[0][0]])
 
         return type("Kernel", (), {"kernel": staticmethod(function)})
 

@@ -142,7 +142,9 @@ CASES = [
 
 
 def expression(p: step_problem.StepProblem) -> str:
-    return step.expression(p, step.chosen(p))
+    """The instantiation for a problem whose arrays have addresses."""
+    how = (p.rule, p.dtype, p.state.dtype, p.qk_l2norm, p.K, p.V)
+    return step.expression(*how, step.chosen(p))
 
 
 def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how: Any) -> None:
@@ -157,8 +159,8 @@ def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how: Any) -> None:
     names = ("q", "k", "v", "gate", "beta", "indices", "y", "state", "states_out")
     memory = {n: v.array for n, v in zip(names, views, strict=True) if v is not None}
     kernels.launch(
-        step.expression(p, tile),
-        3,  # fewer blocks than items: blocks take turns
+        expression(located(p)),
+        (5, -(-case.B * case.H * -(-case.V // tile.block_cols) // 5)),  # some blocks too many
         tile.threads,
         tile.shared_bytes(p.T, sums),
         [np.frombuffer(packed, np.dtype((np.void, step.BYTES)))[0]],

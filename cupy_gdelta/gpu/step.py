@@ -25,9 +25,11 @@ BYTES = POINTERS.size + SIZES.size
 class Launch:
     """A launch for calls of one form, whose arrays lie elsewhere at every call."""
 
-    def __init__(self, function: Any, grid: int, block: int, shared: int, sizes: bytes) -> None:
+    def __init__(
+        self, function: Any, grid: tuple[int, int], threads: int, shared: int, sizes: bytes
+    ) -> None:
         self._function, self._shared = function, shared
-        self._grid, self._block, self._sizes = (grid,), (block,), sizes
+        self._grid, self._block, self._sizes = grid, (threads,), sizes
         self._spare: list[tuple[bytearray, tuple[np.ndarray]]] = []  # that no thread is filling
 
     def __call__(self, pointers: Sequence[int], stream: Any = None) -> None:
@@ -45,10 +47,12 @@ class Launch:
 def prepare(p: StepProblem, y: View, indices: View | None) -> Launch:
     """The launch for a checked step and others of its form, on the current device."""
     tile, sums = chosen(p), arrays.state_dtype(p.dtype)
-    kernel = loader.kernel("step", expression(p, tile), p.v.device, most_shared(tile, sums))
-    blocks = min(p.B * p.H * -(-p.V // tile.block_cols), call.MAX_GRID)
+    name = expression(p.rule, p.dtype, p.state.dtype, p.qk_l2norm, p.K, p.V, tile)
+    kernel = loader.kernel("step", name, p.v.device, most_shared(tile, sums))
+    blocks = p.B * p.H * -(-p.V // tile.block_cols)
+    grid = min(blocks, call.MAX_GRID), -(-blocks // call.MAX_GRID)
     shared = tile.shared_bytes(p.T, sums)
-    return Launch(kernel.kernel, blocks, tile.threads, shared, sizes(p, y, indices))
+    return Launch(kernel.kernel, grid, tile.threads, shared, sizes(p, y, indices))
 
 
 def chosen(p: StepProblem) -> StepTile:
@@ -61,18 +65,15 @@ def chosen(p: StepProblem) -> StepTile:
     return best_tile(p.K, p.V, p.state.dtype, aligned)
 
 
-def expression(p: StepProblem, tile: StepTile) -> str:
-    """The template instantiation, as NVRTC is asked for it."""
-    return _expression(p.rule, p.dtype, p.state.dtype, p.qk_l2norm, p.K, p.V, tile)
-
-
 @functools.lru_cache(maxsize=4096)
-def _expression(
+def expression(
     rule: str, dtype: str, kept: str, normalise: bool, K: int, V: int, tile: StepTile
 ) -> str:
+    """The template instantiation for states of dtype ``kept``, as NVRTC is asked for it."""
     types = f"{TYPES[dtype]}, {TYPES[kept]}, {TYPES[arrays.state_dtype(dtype)]}"
     how = f"{RULES[rule]}, {str(normalise).lower()}"
-    return f"step<{types}, {how}, {K}, {V}, {tile.wide}, {tile.lanes}, {tile.warps}>"
+    split = f"{tile.wide}, {tile.lanes}, {tile.warps}, {tile.resident}"
+    return f"step<{types}, {how}, {K}, {V}, {split}>"
 
 
 def pointers(p: StepProblem, y: View, indices: View | None) -> list[int]:

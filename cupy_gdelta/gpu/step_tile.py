@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE
 from ..step_problem import MAX_TOKENS
@@ -11,6 +11,8 @@ from ..step_problem import MAX_TOKENS
 ROW_BYTES = 128  # of a row of the state that one warp reads at once: a cache line
 STATE_WORDS = 32  # 4-byte registers that a thread may spend on its part of the state
 MAX_WARPS = 16
+RESIDENT = 512  # threads of a multiprocessor, for enough loads under way
+MAX_LOADS = 8  # of a thread whose registers may be bounded for that: addresses take some, too
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class StepTile:
     wide: int
     lanes: int
     warps: int
+    resident: int = 1  # blocks
 
     @property
     def threads(self) -> int:
@@ -56,7 +59,10 @@ def best_tile(K: int, V: int, kept: str, aligned: int) -> StepTile:
     lanes = min(32, ROW_BYTES // (wide * size), 1 << (V // wide - 1).bit_length())
     each = max(1, STATE_WORDS // (wide * (2 if kept == "float64" else 1)))
     warps = min(MAX_WARPS, -(-K // (32 // lanes * each)))
-    return StepTile(K, wide, lanes, warps)
+    tile = StepTile(K, wide, lanes, warps)
+    if kept == "float64" or -(-K // tile.slots) > MAX_LOADS:
+        return tile
+    return replace(tile, resident=max(1, RESIDENT // tile.threads))
 
 
 def most_shared(tile: StepTile, sums: str) -> int:
