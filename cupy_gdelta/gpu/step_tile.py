@@ -9,8 +9,8 @@ from ..arrays import ITEMSIZE
 from ..step_problem import MAX_TOKENS
 
 ROW_BYTES = 128  # of a row of the state that one warp reads at once: a cache line
-STATE_WORDS = 32  # 4-byte registers that a thread may spend on its part of the state
-MAX_WARPS = 16
+STATE_WORDS = 32  # 4-byte registers of a thread for its part of the state; twice that at K = 256
+MAX_WARPS = 8
 RESIDENT = 512  # threads of a multiprocessor, for enough loads under way
 MAX_LOADS = 8  # of a thread whose registers may be bounded for that: addresses take some, too
 
@@ -60,7 +60,8 @@ def best_tile(K: int, V: int, kept: str, aligned: int) -> StepTile:
     each = max(1, STATE_WORDS // (wide * (2 if kept == "float64" else 1)))
     warps = min(MAX_WARPS, -(-K // (32 // lanes * each)))
     tile = StepTile(K, wide, lanes, warps)
-    if kept == "float64" or -(-K // tile.slots) > MAX_LOADS:
+    loads = -(-K // tile.slots)
+    if kept == "float64" or loads > MAX_LOADS or loads * wide > STATE_WORDS:
         return tile
     return replace(tile, resident=max(1, RESIDENT // tile.threads))
 
