@@ -13,7 +13,7 @@ from archives import one_line
 from conftest import python
 
 from cupy_gdelta import accuracy, bench, devices, reference
-from cupy_gdelta.bench import measure, peers, readme, report, shapes, store
+from cupy_gdelta.bench import decode, measure, peers, readme, report, shapes, store
 from cupy_gdelta.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -69,6 +69,7 @@ def saved(path, *results, **machine):
         (["--plot", "no/where.png"], "no/where.png: there is no folder no"),
         (["--from", "none.json"], "none.json: No such file"),
         (["--from", "none.json", "--peers"], "--peers is for measuring"),
+        (["--decode", "--shape", "d64"], "--decode goes with the shapes decode1, decode64, "),
         ([], "bench needs a CUDA device: told so"),
     ],
 )
@@ -90,6 +91,8 @@ def test_options(monkeypatch):
     both = (shapes.NAMED["d64"], shapes.Shape("1,2,3,4,5,float16", 1, 2, 3, 4, 5, "float16"))
     wanted = bench.Request(("delta",), both, True, "tf32", 7, Path("a"))
     assert asked[1] == wanted
+    assert main(["bench", "--decode", "--shape", "decode64"]) == 0
+    assert asked[2] == bench.Request(shapes=(decode.NAMED["decode64"],), decode=True)
 
 
 def test_help_imports_no_array_library():
@@ -204,8 +207,154 @@ def test_bfloat16_goes_to_torch_bit_by_bit():
     torch = pytest.importorskip("torch")
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = np.array([1, -0.5, 3e38]).astype(ml_dtypes.bfloat16)
-    assert peers._torch(x).dtype == torch.bfloat16
-    np.testing.assert_array_equal(shapes._host(peers._torch(x)), x.astype(np.float64))
+    assert peers.as_torch(x).dtype == torch.bfloat16
+    np.testing.assert_array_equal(shapes.host(peers.as_torch(x)), x.astype(np.float64))
+
+
+# decode steps
+
+
+def step_inputs(rule="linear", state="float32"):
+    """Inputs of a step as NumPy arrays."""
+    rng = np.random.default_rng(0)
+    x = {n: a[:, 0] for n, a in accuracy.inputs(rng, B=3, T=1, H=2, K=128, V=128).items()}
+    shape = decode.StepShape("tiny", 3, 1, 2, 128, 128, "float16", state)
+    x = {n: a.astype("float16" if n in "qkv" else "float32") for n, a in x.items()}
+    before = rng.standard_normal((3, 2, 128, 128)).astype(state)
+    return decode.StepInputs(rule, shape, **x, state=before)
+
+
+def test_the_floor_of_a_step_counts_the_state_twice():
+    for state in ("float32", "float16"):
+        x = step_inputs(state=state)
+        y = x.v.nbytes
+        assert x.shape.moved == sum(a.nbytes for a in x.arrays) + 2 * x.state.nbytes + y
+    assert decode.NAMED["decode256"].moved / 4.26e6 == pytest.approx(253, abs=2)  # microseconds
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_the_sample_of_a_step(rule):
+    x = step_inputs(rule)
+    inputs = [a[:, None] for a in x.arrays]
+    y, _ = shapes.LOOPS[rule](*inputs, initial_state=x.state)
+    np.testing.assert_allclose(x.sample(y), x.expected, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(x.sample(y[:, 0]), x.expected, rtol=0, atol=1e-14)
+    assert x.expected.shape == (2, 1, 1, 128)
+
+
+def _recurrent_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, **options):
+    assert options == {"output_final_state": True}
+    return _step("linear", q, k, v, np.exp(np.asarray(g)), None, initial_state, scale)
+
+
+def _recurrent_delta(q, k, v, g=None, beta=None, scale=None, initial_state=None, **options):
+    assert options == {"output_final_state": True}
+    return _step("delta", q, k, v, np.exp(np.asarray(g)), beta, initial_state, scale)
+
+
+def _flashinfer(q, k, v, state, A_log, a, dt_bias, b, scale=None, **options):
+    assert options == {"use_qk_l2norm": False}
+    a, b, A_log, dt_bias = (np.asarray(x).astype(np.float64) for x in (a, b, A_log, dt_bias))
+    gate = np.exp(-np.exp(A_log) * np.log1p(np.exp(a + dt_bias)))
+    y, after = _step("delta", q, k, v, gate, 1 / (1 + np.exp(-b)), state.swapaxes(2, 3), scale)
+    state.copy_(state.new_tensor(after).swapaxes(2, 3))
+    return y, state
+
+
+def _step(rule, q, k, v, gate, beta, state, scale):
+    some = [None if x is None else np.asarray(x) for x in (q, k, v, gate, beta)]
+    return shapes.LOOPS[rule](*some, initial_state=np.asarray(state), scale=scale)
+
+
+@pytest.fixture
+def invented_steps(monkeypatch):
+    pytest.importorskip("torch")
+    import torch
+
+    modules = {
+        "fla.ops.simple_gla": {"fused_recurrent_simple_gla": _recurrent_simple_gla},
+        "fla.ops.gated_delta_rule": {"fused_recurrent_gated_delta_rule": _recurrent_delta},
+        "flashinfer.gdn_decode": {"gated_delta_rule_decode_pretranspose": _flashinfer},
+    }
+    for name, contents in modules.items():
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[0]))
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    cupy = SimpleNamespace(empty_like=np.empty_like)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(peers, "as_torch", torch.from_numpy)
+
+
+def graph_of(call):
+    """A stand-in for a graph: warmed up, then replayed by calling."""
+    y = np.zeros_like(np.asarray(call()))
+    return lambda: np.copyto(y, np.asarray(call())), y
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("name", ["cupy_gdelta", "cupy_gdelta, torch", "fla", "flashinfer"])
+def test_contenders_of_a_step(invented_steps, monkeypatch, rule, name):
+    x = step_inputs(rule)
+    makers = decode.contenders(rule, True)
+    if name == "flashinfer" and rule == "linear":
+        assert name not in makers
+        return
+    contender = makers[name](x)
+    before = x.state.copy()
+    assert accuracy.error(x.sample(contender.call()), x.expected) < 2e-3
+    if name != "fla":  # the state went on, in a copy
+        assert accuracy.error(x.sample(contender.call()), x.expected) > 0.01
+    assert np.array_equal(x.state, before)
+    monkeypatch.setattr(decode.timing, "cupy_graph", graph_of)
+    monkeypatch.setattr(decode.timing, "torch_graph", graph_of)
+    replay, y = contender.capture()
+    y[...] = 0
+    replay()  # starts from the first state again
+    assert accuracy.error(x.sample(y), x.expected) < 2e-3
+
+
+def test_fla_keeps_states_in_float32(invented_steps):
+    with pytest.raises(peers.Unavailable, match="states in float32 only"):
+        decode.fla(step_inputs(state="float16"))
+
+
+def test_host_costs(invented_steps, monkeypatch):
+    monkeypatch.setattr(decode, "CALLS", 20)
+    monkeypatch.setattr(decode, "make", lambda rule, shape: step_inputs(rule))
+    device = SimpleNamespace(synchronize=lambda: None)
+    sys.modules["cupy"].cuda = SimpleNamespace(Device=lambda: device)
+    rows = decode.host_costs()
+    assert [(row["rule"], row["array"]) for row in rows] == [
+        (rule, name) for rule in ("linear", "delta") for name in ("CuPy", "torch")
+    ]
+    assert all(row["us"] > 0 for row in rows)
+
+
+def test_host_costs_are_kept_and_shown(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    rows = [{"rule": "linear", "array": "CuPy", "us": 11.25}]
+    rows += [{"rule": "linear", "array": "torch", "us": 17.0}]
+    about = {"gpu": "No GPU", "versions": {"CuPy": "0"}}
+    one, two = tmp_path / "1.json", tmp_path / "2.json"
+    state = vars(decode.NAMED["decode64"])
+    store.save(one, store.saved(about, [result(shape=dict(state))], rows))
+    saved(two, result("delta"))
+    assert store.load(one)["host"] == rows
+    assert store.join([one, one])["host"] == rows
+    assert "host" not in store.join([two])
+    assert main(["bench", "--from", str(one)]) == 0
+    text = capsys.readouterr().out
+    assert "64, 1, 32, 128, 128, bfloat16, state float32" in text
+    assert [cell.strip() for cell in text.splitlines()[-2].strip("│").split("│")] == [
+        "linear rule",
+        "11.2",
+        "17.0",
+    ]
+    assert main(["bench", "--from", str(one), "--markdown"]) == 0
+    assert "step on torch arrays costs the host 17.0 us." in capsys.readouterr().out
 
 
 # measuring, with a clock that needs no GPU
@@ -426,3 +575,18 @@ def test_bench_on_a_gpu(tmp_path, capsys):
             assert [o["name"] for o in others] == ["user_kernel.cu"]
             assert others[0]["error"] < 2e-6
             assert others[0]["graph_us"] > 0
+
+
+@pytest.mark.gpu
+def test_decode_on_a_gpu(tmp_path, capsys):
+    pytest.importorskip("ml_dtypes")
+    path = tmp_path / "results.json"
+    words = ["--shape", "decode1", "--shape", "decode1_bf16", "--repeat", "2"]
+    assert main(["bench", "--decode", *words, "--json", str(path)]) == 0
+    found = store.load(path)
+    assert [r["shape"]["state"] for r in found["results"]] == ["float32", "bfloat16"] * 2
+    for r in found["results"]:
+        ours = r["contenders"][0]
+        assert ours["error"] <= accuracy.TOLERANCE[r["rule"], "bfloat16"]
+        assert ours["graph_us"] is not None
+    assert {row["array"] for row in found["host"]} >= {"CuPy"}

@@ -1,8 +1,8 @@
 """``cupy-gdelta bench``: both rules on a GPU beside the memory floor and other libraries.
 
 ``options`` holds the command line, ``shapes`` what is measured, ``peers`` who takes part,
-``timing`` how a call is timed, ``measure`` one rule at one shape; ``store``, ``report`` and
-``plot`` keep and show results, ``readme`` puts them into the README.
+``decode`` both for decode steps, ``timing`` how a call is timed, ``measure`` one rule at one shape;
+``store``, ``report`` and ``plot`` keep and show results, ``readme`` puts them into the README.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import devices
 from ..refusal import Refusal
-from . import shapes, store
+from . import decode, shapes, store
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Request:
         Empty: all that have a name, or with ``sources`` all that these hold.
     sources : tuple of Path
         Saved results to show instead of measuring.
+    decode : bool
+        Measure decode steps instead of sequences, and what their calls cost the host.
     """
 
     rules: tuple[str, ...] = ("linear", "delta")
@@ -40,6 +42,7 @@ class Request:
     plot: Path | None = None
     markdown: bool = False
     sources: tuple[Path, ...] = ()
+    decode: bool = False
 
 
 def run(request: Request) -> int:
@@ -55,15 +58,19 @@ def run(request: Request) -> int:
             raise Refusal(f"{path}: there is no folder {path.parent}")
     console = Console(highlight=False, markup=False)
     found: dict[str, Any] = {}
+    shown = 0
     for found in _saved(request) if request.sources else _measured(request):
-        if not request.markdown:
-            if len(found["results"]) == 1:
+        for result in found["results"][shown:] if not request.markdown else ():
+            if shown == 0:
                 console.print(report.machine(found), soft_wrap=True)
-            report.show(console, found["results"][-1])
+            report.show(console, result)
+            shown += 1
         if request.json:
             store.save(request.json, found)
     if request.markdown:
         print(report.markdown(found), end="")
+    elif found.get("host"):
+        report.show_host(console, found["host"])
     if request.plot:
         from . import plot
 
@@ -84,7 +91,7 @@ def _saved(request: Request) -> Iterator[dict[str, Any]]:
     if not results:
         raise Refusal(f"{request.sources[0]}: holds no results of that rule and shape")
     for count in range(1, len(results) + 1):
-        yield store.saved(joined["machine"], results[:count])
+        yield store.saved(joined["machine"], results[:count], joined.get("host", []))
 
 
 def _measured(request: Request) -> Iterator[dict[str, Any]]:
@@ -99,8 +106,11 @@ def _measured(request: Request) -> Iterator[dict[str, Any]]:
     machine = measure.machine(request.peers)
     timer = timing.Timer(request.repeat)
     results: list[dict[str, Any]] = []
+    some = decode.NAMED if request.decode else shapes.NAMED
     for rule in request.rules:
-        for shape in request.shapes or shapes.NAMED.values():
+        for shape in request.shapes or some.values():
             results.append(measure.measure(rule, shape, request.precision, request.peers, timer))
             cupy.get_default_memory_pool().free_all_blocks()
             yield store.saved(machine, results)
+    if request.decode:
+        yield store.saved(machine, results, decode.host_costs())

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import __version__, accuracy, devices
 from ..refusal import Refusal
-from . import peers, shapes
+from . import decode, peers, shapes
 from .peers import Contender
 from .shapes import Inputs, Shape
 from .timing import Timer
@@ -25,7 +25,7 @@ OURS = "cupy_gdelta"
 FIELDS = ("us", "graph_us", "host_us", "times_floor", "gbps", "error", "note", "no_graph")
 PACKAGES = (
     *("torch", "triton", "jax", "fla-core", "flash-qla", "tilelang"),
-    *("jax-linear-attention", "mamba-ssm"),
+    *("jax-linear-attention", "mamba-ssm", "flashinfer-python"),
 )
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -61,12 +61,14 @@ def measure(
 ) -> dict[str, Any]:
     """Every contender at one rule and shape, beside a copy rate of the same minute."""
     rate = timer.copy_rate()
-    inputs = shapes.make(rule, shape)
-    makers: dict[str, Callable[[Inputs], Contender]] = {
-        OURS: partial(peers.ours, precision=precision),
-        **peers.LOCAL[rule],
-        **(peers.PEERS[rule] if with_peers else {}),
-    }
+    inputs: Inputs | decode.StepInputs
+    makers: dict[str, Callable[[Any], Contender]]
+    if isinstance(shape, decode.StepShape):
+        inputs, makers = decode.make(rule, shape), decode.contenders(rule, with_peers)
+    else:
+        inputs = shapes.make(rule, shape)
+        makers = {OURS: partial(peers.ours, precision=precision), **peers.LOCAL[rule]}
+        makers |= peers.PEERS[rule] if with_peers else {}
     floor = 1e6 * shape.moved / rate
     return {
         "rule": rule,
@@ -84,7 +86,7 @@ def measure(
 
 
 def _entry(
-    name: str, maker: Callable[[Inputs], Contender], inputs: Inputs, floor: float, timer: Timer
+    name: str, maker: Callable[[Any], Contender], inputs: Any, floor: float, timer: Timer
 ) -> dict[str, Any]:
     """The figures of a contender; None for those it has not."""
     entry: dict[str, Any] = dict.fromkeys(FIELDS)
@@ -111,14 +113,14 @@ def _entry(
     return entry
 
 
-def _error(y: Any, inputs: Inputs) -> float:
+def _error(y: Any, inputs: Any) -> float:
     return accuracy.error(inputs.sample(y), inputs.expected)
 
 
 def _replay(
     capture: Callable[[], tuple[Callable[[], Any], Any]],
     error: float,
-    inputs: Inputs,
+    inputs: Any,
     timer: Timer,
 ) -> float:
     """Time of a graph's replay, once it has shown that it computes y."""

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..refusal import Refusal
-from . import Request, run, shapes
+from . import Request, decode, run, shapes
 
 SUMMARY = "time on a GPU beside the memory floor, and beside other libraries"
 DESCRIPTION = """
@@ -29,9 +29,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(shapes.NAMED)} (default: all), or sizes; may be repeated",
     )
     parser.add_argument(
+        "--decode",
+        action="store_true",
+        help=f"decode steps, {', '.join(decode.NAMED)}, and what a call costs the host",
+    )
+    parser.add_argument(
         "--peers",
         action="store_true",
-        help="also fla, jla, flash_qla and mamba_ssm, those that can be imported",
+        help="also fla, jla, flash_qla, mamba_ssm and flashinfer, those that can be imported",
     )
     parser.add_argument("--precision", choices=("highest", "tf32"), default="highest")
     parser.add_argument("--repeat", metavar="N", type=_positive, default=30, help="default 30")
@@ -52,6 +57,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(text: str) -> shapes.Shape:
+    if text in decode.NAMED:
+        return decode.NAMED[text]
     try:
         return shapes.parse(text)
     except ValueError as error:
@@ -67,10 +74,13 @@ def _positive(text: str) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.sources and arguments.peers:
         raise Refusal("--peers is for measuring; --from shows what its files hold")
+    if arguments.decode and not all(s.name in decode.NAMED for s in arguments.shapes or ()):
+        raise Refusal(f"--decode goes with the shapes {', '.join(decode.NAMED)}")
     return run(
         Request(
             rules=(arguments.rule,) if arguments.rule else ("linear", "delta"),
             shapes=tuple(dict.fromkeys(arguments.shapes or ())),
+            decode=arguments.decode,
             peers=arguments.peers,
             precision=arguments.precision,
             repeat=arguments.repeat,

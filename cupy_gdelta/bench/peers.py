@@ -89,7 +89,7 @@ def fla(inputs: Inputs) -> Contender:
         from fla.ops.simple_gla import chunk_simple_gla
 
         values = inputs.values(inputs.beta)
-        q, k, v, g = map(_torch, (inputs.q, inputs.k, values, inputs.log_gate))
+        q, k, v, g = map(as_torch, (inputs.q, inputs.k, values, inputs.log_gate))
         return _on_torch(lambda: chunk_simple_gla(q, k, v, g=g, scale=1.0)[0], FOLDED)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -114,7 +114,7 @@ def mamba_ssm(inputs: Inputs) -> Contender:
 
     step = -inputs.log_gate
     values = inputs.values(inputs.beta / step)  # SSD multiplies its input by the step
-    C, B, x, dt = map(_torch, (inputs.q, inputs.k, values, step))
+    C, B, x, dt = map(as_torch, (inputs.q, inputs.k, values, step))
     A = -dt.new_ones(inputs.shape.H)
     return _on_torch(
         lambda: mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size=256),
@@ -160,14 +160,14 @@ PEERS: dict[str, dict[str, Callable[[Inputs], Contender]]] = {
 def _delta_tensors(inputs: Inputs) -> dict[str, Any]:
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     arrays |= {"g": inputs.log_gate, "beta": inputs.beta}
-    return {name: _torch(x) for name, x in arrays.items()}
+    return {name: as_torch(x) for name, x in arrays.items()}
 
 
 def _on_torch(call: timing.Call, note: str = "") -> Contender:
     return Contender(call, lambda: timing.torch_graph(call), note=note)
 
 
-def _torch(x: Any) -> Any:
+def as_torch(x: Any) -> Any:
     """A torch tensor that shares the memory of a CuPy array."""
     import torch
 

@@ -71,6 +71,16 @@ def _note(entry: dict[str, Any]) -> str:
     return "; ".join(part for part in parts if part)
 
 
+def show_host(console: Any, rows: list[dict[str, Any]]) -> None:
+    """Print what a call of a decode step costs the host."""
+    from rich.table import Table
+
+    table = Table("host, us a call", *dict.fromkeys(row["array"] for row in rows))
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        table.add_row(f"{rule} rule", *(f"{r['us']:.1f}" for r in rows if r["rule"] == rule))
+    console.print(table)
+
+
 def markdown(found: dict[str, Any]) -> str:
     """A table for each rule: shapes in rows, contenders in columns, then what is to be known."""
     parts = [f"Measured on one {machine(found)}."]
@@ -81,6 +91,11 @@ def markdown(found: dict[str, Any]) -> str:
             "\n".join(_rows(results)),
             _notes(results),
         ]
+    for row in found.get("host", ()):
+        parts.append(
+            f"A call of the {row['rule']} rule's step on {row['array']} arrays costs the host "
+            f"{row['us']:.1f} us."
+        )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -120,4 +135,5 @@ def _name(result: dict[str, Any]) -> str:
 
 
 def _sizes(shape: dict[str, Any]) -> str:
-    return ", ".join(str(shape[name]) for name in ("B", "T", "H", "K", "V", "dtype"))
+    sizes = ", ".join(str(shape[name]) for name in ("B", "T", "H", "K", "V", "dtype"))
+    return f"{sizes}, state {shape['state']}" if "state" in shape else sizes

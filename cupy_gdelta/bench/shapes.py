@@ -107,7 +107,7 @@ class Inputs:
         The recurrences are causal and heads independent: y there needs nothing else.
         """
         ends = {(0, 0), (self.shape.B - 1, self.shape.H - 1)}
-        return np.stack([_host(x[b, :SAMPLE, h]) for b, h in sorted(ends)])[:, :, None]
+        return np.stack([host(x[b, :SAMPLE, h]) for b, h in sorted(ends)])[:, :, None]
 
     @cached_property
     def expected(self) -> np.ndarray:
@@ -119,11 +119,6 @@ def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:
     """Seeded, on the current GPU: gate sigmoid(N(3, 1)), beta U(0, 1), keys of unit length."""
     import cupy
 
-    kind: Any = shape.dtype
-    if kind == "bfloat16":
-        from ..devices import bfloat16
-
-        kind = bfloat16()
     rng, wide = cupy.random.default_rng(seed), getattr(cupy, shape.wide)
     heads = (shape.B, shape.T, shape.H)
 
@@ -133,12 +128,21 @@ def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:
     q = normal(shape.K) * shape.K**-0.5
     k = normal(shape.K)
     k /= cupy.sqrt((k * k).sum(-1, keepdims=True))
-    q, k, v = (x.astype(kind) for x in (q, k, normal(shape.V)))
+    q, k, v = (x.astype(kind(shape.dtype)) for x in (q, k, normal(shape.V)))
     gate = 1 / (1 + cupy.exp(-3 - normal()))
     return Inputs(rule, shape, q, k, v, gate, rng.random(heads, dtype=wide))
 
 
-def _host(x: Any) -> np.ndarray:
+def kind(dtype: str) -> Any:
+    """What NumPy and CuPy know a dtype by."""
+    if dtype != "bfloat16":
+        return dtype
+    from ..devices import bfloat16
+
+    return bfloat16()
+
+
+def host(x: Any) -> np.ndarray:
     """A CuPy, torch or JAX array as float64 in NumPy."""
     if hasattr(x, "get"):
         x = x.get()

@@ -17,9 +17,12 @@ def key(result: dict[str, Any]) -> tuple[str, str, str]:
     return result["rule"], result["shape"]["name"], result["precision"]
 
 
-def saved(machine: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a file holds."""
-    return {"format": FORMAT, "machine": machine, "results": results}
+def saved(
+    machine: dict[str, Any], results: list[dict[str, Any]], host: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """What a file holds; ``host`` is what calls of decode steps cost there."""
+    found = {"format": FORMAT, "machine": machine, "results": results}
+    return found | {"host": host} if host else found
 
 
 def save(path: Path, found: dict[str, Any]) -> None:
@@ -68,4 +71,5 @@ def join(paths: list[Path]) -> dict[str, Any]:
                     f"{path}: measured with {name} {version}, other files with {versions[name]}"
                 )
         results |= {key(result): result for result in found["results"]}
-    return saved({**machine, "versions": versions}, list(results.values()))
+    host = next((found["host"] for found in reversed(files) if "host" in found), None)
+    return saved({**machine, "versions": versions}, list(results.values()), host)
