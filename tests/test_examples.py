@@ -15,7 +15,7 @@ import cupy_gdelta
 from cupy_gdelta import programs, reference
 from cupy_gdelta.cli import main
 
-NAMES = ("recurrence", "recall", "forecast", "torch_tensors")
+NAMES = ("recurrence", "recall", "forecast", "stream", "torch_tensors")
 SMALL = ["--batch", "2", "--time", "100", "--heads", "2", "--repeat", "1"]
 
 
@@ -42,7 +42,7 @@ def test_runs_alone_and_draws(tmp_path, name):
     if name == "torch_tensors":
         pytest.importorskip("torch")
     plot = tmp_path / "figure.png"
-    options = SMALL if name == "recurrence" else []
+    options = {"recurrence": SMALL, "stream": ["--block", "16"]}.get(name, [])
     done = subprocess.run(
         [sys.executable, str(programs.folder() / f"{name}.py"), *options, "--plot", str(plot)],
         capture_output=True,
@@ -154,6 +154,54 @@ def test_forecast_is_normalised_least_mean_squares(load, rng):
     np.testing.assert_allclose(module.adaptive(z, lags, [(gate, beta)])[:, 0], expected, atol=1e-12)
 
 
+def test_stream(capsys, load, tmp_path):
+    module = load("stream")
+    wav = tmp_path / "both.wav"
+    assert module.main(["--block", "16", "--wav", str(wav)]) == 0
+    out = capsys.readouterr().out
+    snr = {name: float(row[0]) for name, row in cells(out).items()}
+    assert snr["delta rule"] > snr["least squares"] + 3 > snr["with hum"] + 9
+    assert "real-time factor" in out
+    x, rate = module.read(wav)
+    voice, _ = module.read(programs.folder() / "voice.wav")
+    assert rate == 8000
+    assert len(x) == 2 * len(voice) + rate // 2
+    before, after = x[: len(voice)], x[-len(voice) :]
+    late = slice(rate // 2, None)
+    gained = module.decibels(voice[late], (after - voice)[late])
+    assert gained == pytest.approx(snr["delta rule"], abs=0.1)
+    assert module.decibels(voice[late], (before - voice)[late]) < 1
+
+
+def test_stream_gives_the_same_for_every_block(load):
+    module = load("stream")
+    voice, rate = module.read(programs.folder() / "voice.wav")
+    x = voice[:1000] + module.hum(1000, rate, 0.01)
+    keys = module.reference(1001, rate)
+    one = module.cancel(x, keys, 0.01, 1)
+    np.testing.assert_allclose(module.cancel(x, keys, 0.01, 16), one, rtol=0, atol=1e-6)
+    # normalised least mean squares, with weights read before each sample
+    weights, expected = np.zeros(keys.shape[1]), []
+    for sample, key in zip(x.astype(float), keys.astype(float), strict=False):
+        expected.append(sample - key @ weights)
+        weights += 0.01 * key * expected[-1]
+    np.testing.assert_allclose(one, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--block", "17"], "--block must be from 1 to 16"),
+        (["--beta", "0"], "--beta must be between 0 and 1"),
+        (["--seconds", "0.5"], "--seconds must be more than 1"),
+        (["--wav", "no/where.wav"], "no/where.wav cannot be written"),
+    ],
+)
+def test_stream_refuses(capsys, words, text):
+    assert main(["run", "stream", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_torch_tensors(capsys, load):
     pytest.importorskip("torch")
     assert load("torch_tensors").main(["--device", "cpu"]) == 0
@@ -180,8 +228,8 @@ def test_torch_tensors_without_torch(capsys, load, monkeypatch):
 def test_the_data_is_named_and_small():
     folder = programs.folder()
     readme = (folder / "README.md").read_text(encoding="utf-8")
-    data = [p for p in folder.iterdir() if p.suffix in (".npz", ".csv")]
-    assert len(data) == 3
+    data = [p for p in folder.iterdir() if p.suffix in (".npz", ".csv", ".wav")]
+    assert len(data) == 4
     for path in data:
         assert f"`{path.name}`" in readme
         assert path.stat().st_size < 200_000
