@@ -3,12 +3,12 @@
 Each test is named by a row, a fault report of another project restated as a small input; its
 docstring gives the symptom and where it was reported ("fla" is fla-org/flash-linear-attention).
 test_cases_memory.py holds those about layouts, test_cases_machine.py about streams and devices,
-test_cases_cache.py about compiled kernels; rows about arrays and refusals stand beside the other
-tests of their module. ``COVERED`` names them all.
+test_cases_cache.py about compiled kernels, test_cases_decode.py those of decode steps; rows about
+arrays and refusals stand beside the other tests of their module. ``COVERED`` names them all.
 
 Not yet covered, and what they wait for: G01, G02, G03, G04, G06, G07, X07, X08 and parts of X01,
-X03, R01 and Z01 (gradients); parts of L02, H01 and E01 (decode steps); N05 (a helper that makes
-gates, which this package has not); a part of P02 (a y wider than the inputs).
+X03, R01 and Z01 (gradients); N05 (a helper that makes gates, which this package has not); a part of
+P02 (a y wider than the inputs).
 """
 
 from __future__ import annotations

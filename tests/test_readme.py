@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compare import assert_close
 
-from cupy_gdelta import accuracy, cli
+from cupy_gdelta import accuracy, cli, reference
 
 README = Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -20,7 +21,7 @@ COMMANDS = [
 
 
 def snippet(library: str) -> str:
-    (found,) = (code for code in SNIPPETS if f"import {library}" in code)
+    (found,) = (code for code in SNIPPETS if f"import {library}" in code and "_step" not in code)
     return found
 
 
@@ -38,6 +39,16 @@ def test_the_numpy_snippet():
     exec(snippet("numpy"), scope)
     assert scope["y"].shape == (2, 512, 4, 24)
     assert np.isfinite(scope["y"]).all()
+
+
+def test_the_decode_snippet():
+    (code,) = (code for code in SNIPPETS if "gated_delta_rule_step" in code)
+    scope: dict = {}
+    exec(code, scope)
+    inputs = dict(zip(("q", "k", "v", "gate", "beta"), scope["inputs"], strict=True))
+    y, state = reference.gated_delta_rule(**inputs, qk_l2norm=True)
+    assert_close(scope["y"], y[:, 100], accuracy.TOLERANCE["delta", "float32"], "y")
+    assert_close(scope["state"], state, accuracy.TOLERANCE["delta", "float32"], "state")
 
 
 @pytest.mark.gpu
@@ -66,7 +77,7 @@ def test_every_other_command(line, tmp_path, monkeypatch, capsys, rng):
     assert program == "cupy-gdelta"
     assert cli.main(words) == 0
     output = capsys.readouterr().out
-    for name in re.findall(r"-o (\S+)|--plot (\S+)", line):
+    for name in re.findall(r"-o (\S+)|--plot (\S+)|--wav (\S+)", line):
         assert (tmp_path / "".join(name)).stat().st_size > 0
     assert output
 
