@@ -55,9 +55,10 @@ def _blocks(p: StepProblem, live: Any, count: int) -> Iterator[tuple[Any, slice]
 def _block(p: StepProblem, y: np.ndarray, entries: Any, heads: slice) -> None:
     rows = p.state_indices[entries] if isinstance(p.state_indices, np.ndarray) else entries
     lanes = p.state.array[rows, heads]  # a view where rows are a slice
-    wide = np.dtype(arrays.state_dtype(p.dtype))
+    kind = arrays.state_dtype(p.dtype)
+    wide = np.dtype(kind)
     shape = (lanes.shape[0] * lanes.shape[1], p.K, p.V)
-    in_place = isinstance(rows, slice) and p.state.dtype == wide.name and lanes.flags.c_contiguous
+    in_place = isinstance(rows, slice) and p.state.dtype == kind and lanes.flags.c_contiguous
     if in_place:
         s = lanes.reshape(shape)
     else:
