@@ -17,6 +17,13 @@ TOLERANCE = {
     ("delta", "float16"): 1e-3,
     ("delta", "bfloat16"): 5e-3,
 }
+GRADIENT_TOLERANCE = {  # of every gradient, of both rules
+    "float64": 1e-11,
+    "float32": 2e-5,
+    "tf32": 5e-3,
+    "float16": 3e-3,
+    "bfloat16": 1.2e-2,
+}
 CORRELATED = {("delta", "bfloat16"): 8e-3}  # keys that nearly repeat
 
 GATES = ("one", "zero", "1e-37", "0.2", "0.9995", "random", "zeros among", "negative")

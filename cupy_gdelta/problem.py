@@ -47,6 +47,8 @@ class Problem:
     return_state: bool
     precision: str
     out: View | None
+    dy: View | None = None  # gradients of y and of the final state: this call asks for the others
+    dstate: View | None = None
 
     @property
     def dtype(self) -> str:
@@ -60,7 +62,7 @@ class Problem:
     @property
     def inputs(self) -> list[View]:
         some = (self.q, self.k, self.v, self.gate, self.beta, self.initial_state)
-        return [x for x in some if x is not None]
+        return [x for x in (*some, self.dy, self.dstate) if x is not None]
 
 
 def check(
@@ -80,12 +82,20 @@ def check(
     qk_l2norm: bool = False,
     out: Any = None,
     precision: str = "highest",
+    backward: bool = False,
+    dy: Any = None,
+    dstate: Any = None,
 ) -> Problem:
-    """Refuse what breaks the contract, before any work; else describe the call."""
+    """Refuse what breaks the contract, before any work; else describe the call.
+
+    ``backward`` asks for gradients, from dy and dstate of which one may be None.
+    """
 
     def fail(kind: type[Exception], text: str) -> NoReturn:
         raise kind(f"{name}: {text}")
 
+    if backward and dy is None and dstate is None:
+        fail(ValueError, "dy or dstate must be given; got neither")
     given = {
         "q": q,
         "k": k,
@@ -94,8 +104,10 @@ def check(
         "beta": beta,
         "initial_state": initial_state,
         "out": out,
+        "dy": dy,
+        "dstate": dstate,
     }
-    views = take_all(fail, given, "(B, T, H)")
+    views = take_all(fail, given, "(B, T, H)", _why(backward))
     first = views["q"]
     check_dtypes(fail, views)
     sizes = check_sizes(fail, views, ("B", "T"))
@@ -106,6 +118,11 @@ def check(
     if "initial_state" in views:
         want = (N, sizes["H"], sizes["K"], sizes["V"])
         check_shape(fail, "initial_state", views["initial_state"], "(N, H, K, V)", want)
+    if "dy" in views:
+        check_shape(fail, "dy", views["dy"], "(B, T, H, V)", views["v"].shape)
+    if "dstate" in views:
+        want = (N, sizes["H"], sizes["K"], sizes["V"])
+        check_shape(fail, "dstate", views["dstate"], "(N, H, K, V)", want)
     if "out" in views:
         check_shape(fail, "out", views["out"], "(B, T, H, V)", views["v"].shape)
         check_writable(fail, "out", views["out"])
@@ -132,14 +149,26 @@ def check(
         return_state=check_flag(fail, "return_state", return_state),
         precision=precision,
         out=views.get("out"),
+        dy=views.get("dy"),
+        dstate=views.get("dstate"),
     )
+
+
+def _why(backward: bool) -> str:
+    """What keeps a call from being differentiated."""
+    if backward:
+        return "here, for second derivatives are not computed"
+    return "here, for this version does not let torch differentiate it"
 
 
 Fail = Callable[[type[Exception], str], NoReturn]
 
 
-def take_all(fail: Fail, given: dict[str, Any], per_token: str) -> dict[str, View]:
-    """Views of the arrays given, all of one library and device; ``per_token`` is a gate's form."""
+def take_all(fail: Fail, given: dict[str, Any], per_token: str, why: str) -> dict[str, View]:
+    """Views of the arrays given, all of one library and device.
+
+    ``per_token`` is a gate's form, ``why`` what keeps the call from being differentiated.
+    """
     views: dict[str, View] = {}
     for label, x in given.items():
         if x is None and label not in REQUIRED:
@@ -160,8 +189,8 @@ def take_all(fail: Fail, given: dict[str, Any], per_token: str) -> dict[str, Vie
         if x.needs_grad and label not in WRITTEN:
             fail(
                 TypeError,
-                f"{label} must not require grad, for this version computes no gradients (pass "
-                f"{label}.detach() or call under torch.no_grad()); got a tensor that does",
+                f"{label} must not require grad {why} (pass {label}.detach() or call under "
+                f"torch.no_grad()); got a tensor that does",
             )
     if first.family == "dlpack":
         try:
@@ -231,7 +260,7 @@ def check_dtypes(fail: Fail, views: dict[str, View]) -> None:
         "log_gate": ("float32", dtype),
         "beta": ("float32", dtype),
         "initial_state": (arrays.state_dtype(dtype),),
-        "out": (dtype,),
+        "dstate": (arrays.state_dtype(dtype),),
         "state": ("float64",) if dtype == "float64" else ("float32", "bfloat16", "float16"),
         "states_out": (views["state"].dtype,) if "state" in views else (),
     }
@@ -248,7 +277,7 @@ def check_dtypes(fail: Fail, views: dict[str, View]) -> None:
 
 def _conversion(label: str, x: View, dtype: str) -> str:
     """How to mend what random generators and sums in float64 make."""
-    if label in ("q", "k", "v", "out"):
+    if label in ("q", "k", "v", "out", "dy"):
         return ""
     call = {"torch": f"to(torch.{dtype})", "dlpack": ""}.get(x.family, f'astype("{dtype}")')
     return f" (convert it: {label}.{call})" if call else ""

@@ -74,7 +74,8 @@ def check(
 
     arrays = {"q": q, "k": k, "v": v, **problem.one_gate(fail, gate, log_gate), "beta": beta}
     arrays |= {"state": state, "states_out": states_out, "out": out}
-    views = problem.take_all(fail, arrays, "(B, H) or (B, T, H)")
+    why = "in a step, which computes no gradients"
+    views = problem.take_all(fail, arrays, "(B, H) or (B, T, H)", why)
     lead = _lead(fail, views["q"])
     problem.check_dtypes(fail, views)
     sizes = problem.check_sizes(fail, views, lead)

@@ -11,6 +11,11 @@ REFERENCE = {
     "delta": reference.gated_delta_rule,
 }
 
+REFERENCE_GRAD = {
+    "linear": reference.gated_linear_attention_grad,
+    "delta": reference.gated_delta_rule_grad,
+}
+
 
 def assert_close(x, expected, tolerance: float, what: str) -> None:
     """Raise unless ||x - expected|| <= tolerance * ||expected||; names the worst position."""
@@ -59,3 +64,30 @@ def check(rule: str, function, arrays: dict, dtype: str, *, tolerance=None, what
     assert_close(y, expected_y, tolerance, f"{what} y")
     assert_close(state, expected_state, tolerance, f"{what} state")
     return y, state
+
+
+def check_grad(
+    rule: str, function, dy, dstate, arrays: dict, dtype: str, *, tolerance=None, what="", **options
+):
+    """Run ``function(dy, **arrays, dstate=dstate, **options)``, compare with the reference.
+
+    The gradients have the shape and dtype of their arguments. Returns them as the function did.
+    """
+    expected = REFERENCE_GRAD[rule](
+        dy if dy is None else host(dy),
+        **{name: x if x is None else host(x) for name, x in arrays.items()},
+        dstate=dstate if dstate is None else host(dstate),
+        **{name: x for name, x in options.items() if name != "precision"},
+    )
+    got = function(dy, **arrays, dstate=dstate, **options)
+    if tolerance is None:
+        tolerance = accuracy.GRADIENT_TOLERANCE[dtype]
+    for name, x, want in zip(got._fields, got, expected, strict=True):
+        given = arrays.get("log_gate" if name == "gate" and "log_gate" in arrays else name)
+        assert (x is None) == (given is None), f"{what} d {name} is {x}"
+        if x is not None:
+            assert x.dtype == given.dtype, f"{what} d {name}: {x.dtype} for {given.dtype}"
+            peak = np.abs(want).max(initial=0.0)
+            assert peak < 1e4, f"{what} d {name}: void reference, peak {peak}"
+            assert_close(x, want, tolerance, f"{what} d {name}")
+    return got

@@ -531,7 +531,7 @@ def test_a_tensor_that_requires_grad():
     torch = pytest.importorskip("torch")
     x = {n: torch.from_numpy(a) for n, a in good().items()}
     for name, text in (
-        ("v", r"v must not require grad, .*v.detach\(\)"),
+        ("v", r"v must not require grad in a step, .*v.detach\(\)"),
         ("state", "state must not require grad; got"),
     ):
         some = x | {name: x[name].clone().requires_grad_()}

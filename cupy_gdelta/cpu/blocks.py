@@ -65,17 +65,22 @@ def sequences(p: Problem) -> Iterator[Sequences]:
             yield Sequences(same, p.cu_seqlens[same], int(lengths[same[0]]))
 
 
-def blocks(p: Problem) -> Iterator[Block]:
-    """Every sequence and head once, in blocks whose segments take about BYTES."""
+def blocks(p: Problem, backward: bool = False) -> Iterator[Block]:
+    """Every sequence and head once, in blocks whose segments take about BYTES.
+
+    On the way back all value heads that share a query head stay in one block, which sums over them.
+    """
     for group in sequences(p):
         chunk = min(CHUNK, 1 << (group.length - 1).bit_length())
         chunks = -(-group.length // chunk)
         numbers = chunk * (5 * p.K + 4 * chunk + 4 * p.V) + 2 * p.K * p.V
+        if backward:
+            numbers = chunk * (12 * p.K + 14 * chunk + 9 * p.V) + 3 * p.K * p.V
         gathered = not isinstance(group.rows, slice)
         count = len(group.rows) if gathered else group.rows.stop - group.rows.start
         cells = max(FEW, chunks * count * p.H // 8)  # chunks of one lane in a segment
         cells = min(cells, max(1, BYTES // (numbers * np.dtype(p.state_dtype).itemsize)))
-        lanes = max(min(LANES, cells), cells // chunks)
+        lanes = max(min(LANES, cells), cells // chunks, p.H // max(p.Hq, 1) if backward else 1)
         for heads in _head_ranges(p, lanes):
             size = min(count, max(1, lanes // (heads.stop - heads.start)))
             for first in range(0, count, size):

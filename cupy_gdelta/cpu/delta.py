@@ -62,7 +62,7 @@ def segment(part: Segment) -> None:
         carry[...] = states[M]
         part.leave()
     part.answer(read, right[:M, ..., C:, :])
-    steps.answer()
+    steps.answer(part)
 
 
 def _solve(

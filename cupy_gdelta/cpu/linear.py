@@ -49,4 +49,4 @@ def segment(part: Segment) -> None:
         carry[...] = states[M]
         part.leave()
     part.answer(read, right[:M])
-    steps.answer()
+    steps.answer(part)

@@ -30,7 +30,7 @@ class Turn:
 
 
 @dataclass
-class Segment:
+class Chunks:
     """M chunks of C tokens of a block: L pairs of sequence and query head, R value heads each."""
 
     problem: Problem
@@ -39,8 +39,6 @@ class Segment:
     stop: int
     turn: Turn
     scratch: Scratch
-    y: np.ndarray
-    state: np.ndarray | None
 
     def __post_init__(self) -> None:
         self.carry, self.drift = self.block.carry, self.block.drift
@@ -50,15 +48,21 @@ class Segment:
         self.index = self.block.tokens(self.start, self.stop)
         slices = isinstance(self.index[1], slice)
         self.whole = slices and self.stop - self.start == self.shape[0] * C  # seen without a copy
+        self.lengths: dict[str, np.ndarray] = {}  # of q and k before they were normalised
 
-    def keys(self, name: str) -> np.ndarray:
+    @property
+    def key_index(self) -> tuple[Any, Any, slice]:
+        """Index of these tokens and heads in q and k."""
+        heads, repeat = self.block.heads, self.problem.H // self.problem.Hq
+        some = slice(heads.start // repeat, (heads.stop - 1) // repeat + 1)
+        return *self.index[:2], some
+
+    def keys(self, name: str, scaled: bool = True) -> np.ndarray:
         """q (scaled) or k, [M, L, 1, C, K]."""
         p = self.problem
         M, L, _, C, K, _ = self.shape
-        heads, repeat = self.block.heads, p.H // p.Hq
-        some = slice(heads.start // repeat, (heads.stop - 1) // repeat + 1)
         view: View = p.q if name == "q" else p.k
-        x, scale = view.array[(*self.index[:2], some)], p.scale if name == "q" else 1
+        x, scale = view.array[self.key_index], p.scale if scaled and name == "q" else 1
         plain = scale == 1 and not p.qk_l2norm and x.dtype == self.scratch.dtype
         if plain and self.whole and takes(x) and 1 in (x.shape[0], x.shape[2]):
             return in_chunks(x, C, 1).reshape(M, L, 1, C, K)  # no copy
@@ -68,6 +72,7 @@ class Segment:
             norm = np.einsum("...k,...k->...", out, out)
             norm += out.dtype.type(1e-6)
             out /= np.sqrt(norm, out=norm)[..., None]
+            self.lengths[name] = norm
         if scale != 1:
             out *= scale
         return out
@@ -97,6 +102,14 @@ class Segment:
         else:
             load(x.array[self.index][..., None], x.dtype, out[..., None], fill)
         return out
+
+
+@dataclass
+class Segment(Chunks):
+    """Chunks with the outputs that they are for."""
+
+    y: np.ndarray
+    state: np.ndarray | None
 
     def answer(self, read: np.ndarray, content: np.ndarray) -> None:
         """y = read content, [M, L, R, C, V]."""

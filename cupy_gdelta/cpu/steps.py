@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .pieces import bfloat16_bits
-from .segment import Segment
+from .segment import Chunks, Segment
 
 LIMIT = 2.0**32  # of products in a chunk: the numbers that they meet may be large as well
 NOWHERE = tuple(np.empty((3, 0), np.intp))
@@ -21,7 +21,7 @@ class Steps:
 
     def __init__(
         self,
-        part: Segment,
+        part: Chunks,
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
@@ -73,29 +73,28 @@ class Steps:
         alive = np.isfinite(lanes).any((1, 2))  # else there is nothing left to save
         some = some[alive]
         if some.size:
-            count = self._count(m)
+            count = self.count(m)
             state = np.array(lanes[alive], order="C")
             q, k, v, gate, beta = (np.take(x, some, axis=0)[:, :count] for x in self.tokens)
             rule = self.part.problem.rule
             self.y[some, :count] = loop(rule, q, k, v, gate, beta, state)
             after[self.where[1][some], self.where[2][some]] = state
 
-    def answer(self) -> None:
+    def answer(self, part: Segment) -> None:
         """Overwrite y of the chunks found."""
-        part = self.part
         R, C = part.shape[2:4]
         batch, time, heads = part.index
         groups = (heads.stop - heads.start) // R
         for m, l, r, y in zip(*self.where, self.y if len(self) else (), strict=True):
             row = l // groups
             first = m * C + (time.start if isinstance(time, slice) else time[row, 0])
-            y = y[: self._count(m)]
+            y = y[: self.count(m)]
             if part.problem.dtype == "bfloat16":
                 y = bfloat16_bits(y)
             entry = batch.start + row if isinstance(batch, slice) else batch
             part.y[entry, first : first + len(y), heads.start + l % groups * R + r] = y
 
-    def _count(self, m: int) -> int:
+    def count(self, m: int) -> int:
         """How many tokens chunks m have."""
         C = self.part.shape[3]
         return min(C, self.part.stop - self.part.start - m * C)

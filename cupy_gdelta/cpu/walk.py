@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +26,27 @@ def run(
     state: np.ndarray | None,
 ) -> None:
     """Compute every segment of every block, several at a time where the machine can."""
-    dtype = np.dtype(problem.state_dtype)
     _untouched(problem, y, state)
-    work = _work(problem)
+
+    def task(block: Block, start: int, stop: int, turn: Turn) -> Task:
+        def do(scratch: Scratch) -> None:
+            rule(Segment(problem, block, start, stop, turn, scratch, y, state))
+
+        return Task(turn, do)
+
+    share(problem, (task(*item) for item in _work(problem)))
+
+
+class Task(NamedTuple):
+    """What one thread does at a time, and the turn that ends with it."""
+
+    turn: Turn
+    do: Callable[[Scratch], None]
+
+
+def share(problem: Problem, tasks: Iterator[Task]) -> None:
+    """Do every task, several at a time where the machine can; each waits only for earlier ones."""
+    dtype = np.dtype(problem.state_dtype)
     lock, failed = threading.Lock(), threading.Event()
 
     def worker() -> None:
@@ -36,17 +54,16 @@ def run(
         with np.errstate(all="ignore"):
             while not failed.is_set():
                 with lock:
-                    item = next(work, None)
-                if item is None:
+                    task = next(tasks, None)
+                if task is None:
                     return
-                turn = item[-1]
                 try:
-                    rule(Segment(problem, *item, scratch, y, state))
+                    task.do(scratch)
                 except BaseException:
                     failed.set()
                     raise
                 finally:
-                    turn.after.set()
+                    task.turn.after.set()
 
     helpers = threads(problem.B * problem.T * problem.H * (problem.K + problem.V)) - 1
     if helpers < 1:

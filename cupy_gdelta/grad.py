@@ -1,0 +1,199 @@
+"""The public gradients; each takes in, checks, runs and gives back."""
+
+from __future__ import annotations
+
+from . import arrays, cpu, problem
+from .gradients import Gradients
+from .problem import Problem
+
+
+def gated_linear_attention_grad(
+    dy,
+    q,
+    k,
+    v,
+    gate=None,
+    beta=None,
+    *,
+    dstate=None,
+    log_gate=None,
+    scale=1.0,
+    initial_state=None,
+    cu_seqlens=None,
+    precision="highest",
+) -> Gradients:
+    """The gradients of :func:`gated_linear_attention`: what a loss changes by with each argument.
+
+    With G the gradient of the state, taken back through time from ``dstate``::
+
+        G = G + scale * q_t dy_t^T
+        dq_t = scale * S_t dy_t                 dbeta_t = k_t^T G v_t
+        dk_t = beta_t * G v_t                   dgate_t = <G, S_{t-1}>
+        dv_t = beta_t * G^T k_t                 G = gate_t * G
+
+    Parameters
+    ----------
+    dy : array, shape (B, T, H, V), or None
+        Gradient of the loss with respect to y, of the dtype of q; any strides. None is zero.
+    q, k, v, gate, beta, log_gate, scale, initial_state, cu_seqlens, precision
+        As in the call of :func:`gated_linear_attention` that computed y.
+    dstate : array, shape (N, H, K, V), optional
+        Gradient with respect to the final state, float32 (float64 for float64 inputs). None is
+        zero; one of dy and dstate must be given.
+
+    Returns
+    -------
+    Gradients
+        A named tuple of q, k, v, gate, beta and initial_state, each of the shape, dtype, family and
+        device of that argument, None where it was None. ``gate`` is the gradient of ``log_gate``
+        where the gate was given so. Heads that share a query head are summed in q and k.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work, naming the argument, the rule it breaks and the value it has.
+
+    Notes
+    -----
+    The gate's gradient is formed as the inner product above, from products of gates and never by
+    dividing by one: it is right at a gate of 0, negative or 1e-37, and after strong decay. That of
+    ``log_gate`` is ``gate * dgate``, 0 at ``-inf``.
+
+    Families, devices, streams and strides are as in :func:`gated_linear_attention`. A NaN or Inf
+    reaches gradients of tokens before it, by the nature of gradients, and of its chunk.
+
+    On the CPU the states between segments are kept, (K, V) for each head every 32 tokens or more,
+    and one segment for each thread.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_gdelta import gated_linear_attention_grad
+    >>> one = np.ones((1, 4, 1, 1), np.float32)
+    >>> gate = np.array([1, 1, 0, 1], np.float32).reshape(1, 4, 1)
+    >>> gated_linear_attention_grad(one, one, one, one, gate).gate.ravel()
+    array([0., 1., 4., 1.], dtype=float32)
+    """
+    return _backward(
+        problem.check(
+            "gated_linear_attention_grad",
+            "linear",
+            q,
+            k,
+            v,
+            gate,
+            beta,
+            log_gate=log_gate,
+            scale=scale,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            precision=precision,
+            backward=True,
+            dy=dy,
+            dstate=dstate,
+        )
+    )
+
+
+def gated_delta_rule_grad(
+    dy,
+    q,
+    k,
+    v,
+    gate=None,
+    beta=None,
+    *,
+    dstate=None,
+    log_gate=None,
+    scale=1.0,
+    qk_l2norm=False,
+    initial_state=None,
+    cu_seqlens=None,
+    precision="highest",
+) -> Gradients:
+    """The gradients of :func:`gated_delta_rule`: what a loss changes by with each argument.
+
+    With G the gradient of the state, taken back through time from ``dstate``, the decayed state
+    ``R = gate_t * S_{t-1}`` and the miss ``e = v_t - k_t^T R``::
+
+        G = G + scale * q_t dy_t^T
+        dq_t = scale * S_t dy_t                 dbeta_t = k_t^T G e
+        dv_t = beta_t * G^T k_t                 dk_t = beta_t * G e - R dv_t
+        G = G - k_t dv_t^T
+        dgate_t = <G, S_{t-1}>                  G = gate_t * G
+
+    Parameters
+    ----------
+    dy : array, shape (B, T, H, V), or None
+        Gradient of the loss with respect to y, of the dtype of q; any strides. None is zero.
+    q, k, v, gate, beta, log_gate, scale, qk_l2norm, initial_state, cu_seqlens, precision
+        As in the call of :func:`gated_delta_rule` that computed y.
+    dstate : array, shape (N, H, K, V), optional
+        Gradient with respect to the final state, float32 (float64 for float64 inputs). None is
+        zero; one of dy and dstate must be given.
+
+    Returns
+    -------
+    Gradients
+        A named tuple of q, k, v, gate, beta and initial_state, each of the shape, dtype, family and
+        device of that argument, None where it was None. ``gate`` is the gradient of ``log_gate``
+        where the gate was given so. Heads that share a query head are summed in q and k, whose
+        gradients are those of q and k as given, also with ``qk_l2norm``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work, naming the argument, the rule it breaks and the value it has.
+
+    Notes
+    -----
+    What is said of the gate's gradient, of families, devices and memory in
+    :func:`gated_linear_attention_grad` holds here.
+
+    Examples
+    --------
+    The second value under a key replaces the first, so that only it has a gradient in the last y:
+
+    >>> import numpy as np
+    >>> from cupy_gdelta import gated_delta_rule_grad
+    >>> key = np.array([1, 0], np.float32).reshape(1, 1, 1, 2).repeat(2, axis=1)
+    >>> value = np.array([3, 5], np.float32).reshape(1, 2, 1, 1)
+    >>> dy = np.array([0, 1], np.float32).reshape(1, 2, 1, 1)
+    >>> gated_delta_rule_grad(dy, key, key, value).v.ravel()
+    array([0., 1.], dtype=float32)
+    """
+    return _backward(
+        problem.check(
+            "gated_delta_rule_grad",
+            "delta",
+            q,
+            k,
+            v,
+            gate,
+            beta,
+            log_gate=log_gate,
+            scale=scale,
+            qk_l2norm=qk_l2norm,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            precision=precision,
+            backward=True,
+            dy=dy,
+            dstate=dstate,
+        )
+    )
+
+
+def _backward(p: Problem) -> Gradients:
+    """Run a checked problem and hand the gradients back in the caller's family."""
+    given = {name: getattr(p, name) for name in Gradients._fields}
+    grads = {
+        name: arrays.empty(p.v, x.shape, x.dtype) for name, x in given.items() if x is not None
+    }
+    if p.v.device < 0:
+        cpu.backward(p, {name: x.array for name, x in grads.items()})
+    else:
+        from . import gpu
+
+        gpu.backward(p, grads)
+    return Gradients(*(arrays.give(grads[name], p.v) if name in grads else None for name in given))
