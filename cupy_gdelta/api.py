@@ -107,23 +107,21 @@ def gated_linear_attention(
     >>> gated_linear_attention(one, one, one, gate).ravel()
     array([1.  , 1.5 , 1.75, 1.  ], dtype=float32)
     """
-    return _forward(
-        problem.check(
-            "gated_linear_attention",
-            "linear",
-            q,
-            k,
-            v,
-            gate,
-            beta,
-            log_gate=log_gate,
-            scale=scale,
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-            return_state=return_state,
-            out=out,
-            precision=precision,
-        )
+    return _call(
+        "gated_linear_attention",
+        "linear",
+        q,
+        k,
+        v,
+        gate,
+        beta,
+        log_gate=log_gate,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        return_state=return_state,
+        out=out,
+        precision=precision,
     )
 
 
@@ -224,28 +222,36 @@ def gated_delta_rule(
     >>> gated_delta_rule(key, key, value).ravel().round(5)
     array([3., 5.], dtype=float32)
     """
-    return _forward(
-        problem.check(
-            "gated_delta_rule",
-            "delta",
-            q,
-            k,
-            v,
-            gate,
-            beta,
-            log_gate=log_gate,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-            return_state=return_state,
-            out=out,
-            precision=precision,
-        )
+    return _call(
+        "gated_delta_rule",
+        "delta",
+        q,
+        k,
+        v,
+        gate,
+        beta,
+        log_gate=log_gate,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        return_state=return_state,
+        out=out,
+        precision=precision,
     )
 
 
-def _forward(p: Problem) -> Any:
+def _call(name: str, rule: str, q, k, v, gate, beta, **options: Any) -> Any:
+    """One call of either function; torch sees it as an operator where it must."""
+    others = gate, beta, options["log_gate"], options["initial_state"]
+    if options["out"] is None and arrays.traced(q, k, v, *others):
+        from . import autograd
+
+        return autograd.call(name, rule, q, k, v, gate, beta, **options)
+    return forward(problem.check(name, rule, q, k, v, gate, beta, **options))
+
+
+def forward(p: Problem) -> Any:
     """Run a checked problem and hand y (and the final state) back in the caller's family."""
     y = p.out
     if y is None or any(y.overlaps(x) for x in p.inputs):

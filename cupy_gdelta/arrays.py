@@ -233,6 +233,17 @@ def _dlpack(x: Any) -> View:
     raise TypeError(f"must lie on the CPU or a CUDA device; got DLPack device type {int(kind)}")
 
 
+def traced(q: Any, *others: Any) -> bool:
+    """Whether torch has to see a call as an operator: to differentiate, compile or autocast it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(q, torch.Tensor):
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+        return True
+    given = (q, *others)
+    return torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in given])
+
+
 def empty(like: View, shape: tuple[int, ...], dtype: str) -> View:
     """A new C-contiguous array of the family and on the device of ``like``."""
     if like.family == "torch":

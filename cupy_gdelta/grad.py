@@ -74,7 +74,7 @@ def gated_linear_attention_grad(
     >>> gated_linear_attention_grad(one, one, one, one, gate).gate.ravel()
     array([0., 1., 4., 1.], dtype=float32)
     """
-    return _backward(
+    return backward(
         problem.check(
             "gated_linear_attention_grad",
             "linear",
@@ -162,7 +162,7 @@ def gated_delta_rule_grad(
     >>> gated_delta_rule_grad(dy, key, key, value).v.ravel()
     array([0., 1.], dtype=float32)
     """
-    return _backward(
+    return backward(
         problem.check(
             "gated_delta_rule_grad",
             "delta",
@@ -184,7 +184,7 @@ def gated_delta_rule_grad(
     )
 
 
-def _backward(p: Problem) -> Gradients:
+def backward(p: Problem) -> Gradients:
     """Run a checked problem and hand the gradients back in the caller's family."""
     given = {name: getattr(p, name) for name in Gradients._fields}
     grads = {

@@ -107,7 +107,7 @@ def check(
         "dy": dy,
         "dstate": dstate,
     }
-    views = take_all(fail, given, "(B, T, H)", _why(backward))
+    views = take_all(fail, given, "(B, T, H)", _why(backward, out))
     first = views["q"]
     check_dtypes(fail, views)
     sizes = check_sizes(fail, views, ("B", "T"))
@@ -154,11 +154,13 @@ def check(
     )
 
 
-def _why(backward: bool) -> str:
+def _why(backward: bool, out: Any) -> str:
     """What keeps a call from being differentiated."""
     if backward:
         return "here, for second derivatives are not computed"
-    return "here, for this version does not let torch differentiate it"
+    if out is not None:
+        return "where out is given"
+    return "where derivatives are taken forward"
 
 
 Fail = Callable[[type[Exception], str], NoReturn]

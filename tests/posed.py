@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from compare import REFERENCE, assert_close, host
+from compare import REFERENCE, REFERENCE_GRAD, assert_close, host
 from conftest import Family
 from host import simt
 
@@ -55,23 +55,63 @@ class Hosted(NamedTuple):
     writes: dict
 
 
+def random_gradients(case: Any, rng: np.random.Generator, family: Family) -> dict:
+    """dy and dstate of a case's sizes and dtype."""
+    count = len(case.options.get("cu_seqlens", range(case.B + 1))) - 1
+    x = {
+        "dy": rng.standard_normal((case.B, case.T, case.H, case.V)),
+        "dstate": rng.standard_normal((count, case.H, case.K, case.V)),
+    }
+    kinds = {"dy": case.dtype, "dstate": arrays.state_dtype(case.dtype)}
+    return {name: family.array(value, kinds[name]) for name, value in x.items()}
+
+
+def pose_grad(case: Any, x: dict) -> tuple[problem.Problem, dict[str, arrays.View]]:
+    """The checked call of a case for gradients, and arrays of NaN for them."""
+    inputs = {"gate": None, **x}
+    p = problem.check(
+        "test",
+        case.rule,
+        *(inputs.pop(n) for n in ("q", "k", "v", "gate", "beta")),
+        backward=True,
+        **inputs,
+        **case.options,
+    )
+    grads = {}
+    for name in ("q", "k", "v", "gate", "beta", "initial_state"):
+        like = getattr(p, name)
+        if like is not None:
+            grads[name] = arrays.empty(p.v, like.shape, like.dtype)
+            grads[name].owner[...] = np.nan
+    return p, grads
+
+
+def verify_grad(case: Any, x: dict, grads: dict, what: str) -> None:
+    """Compare gradients with the reference, at the tolerance of the case's dtype."""
+    inputs = {n: a if a is None else host(a) for n, a in x.items()}
+    expected = REFERENCE_GRAD[case.rule](**inputs, **case.options)
+    tolerance = accuracy.GRADIENT_TOLERANCE[case.dtype]
+    for name, got in grads.items():
+        assert_close(got, getattr(expected, name), tolerance, f"{case} {what} d {name}")
+
+
 def on_host(case: Any, x: dict) -> Hosted:
     p, y, state = pose(case, x)
     offsets = None if p.cu_seqlens is None else arrays.take(p.cu_seqlens)
     reads = {name: view.array for name, view in vars(p).items() if isinstance(view, arrays.View)}
     if offsets is not None:
         reads["cu_seqlens"] = offsets.array
-    args = call.arguments(*(_addressed(a) for a in (p, y, state, offsets)))[0]
+    args = call.arguments(*(addressed(a) for a in (p, y, state, offsets)))[0]
     return Hosted(p, y.owner, state.owner, args, reads, {"y": y.array, "state": state.array})
 
 
-def _addressed(x):
+def addressed(x):
     """A view with the address that it has on the CPU; a problem with such views."""
     if isinstance(x, arrays.View):
         return replace(x, ptr=x.array.ctypes.data)
     if isinstance(x, problem.Problem):
         views = {n: v for n, v in vars(x).items() if isinstance(v, arrays.View)}
-        return replace(x, **{n: _addressed(v) for n, v in views.items()})
+        return replace(x, **{n: addressed(v) for n, v in views.items()})
     return x
 
 

@@ -20,6 +20,7 @@ from cupy_gdelta.gpu import (  # noqa: E402
     loader,
     plan,
     recurrent,
+    recurrent_grad,
     step,
     step_tile,
 )
@@ -53,6 +54,7 @@ def instantiations(
         "recurrent": set(),
         "linear": {"scan_pieces"},
         "linear_sm90": set(),
+        "recurrent_grad": set(),
         "step": set(),
     }
     engines = (False, True) if arch == "sm_90a" else (False,)
@@ -73,6 +75,13 @@ def instantiations(
                 for unit in (normalise if rule == "delta" else (False,))
             ]
         found[chosen.kernel].update(expressions)
+        back = plan.choose_grad(rule, dtype, T, n, K, V, sms, bytes_, shared_limit=shared)
+        blocks = -(-V // back.tile.block_cols)
+        for unit in normalise if rule == "delta" else (False,):
+            found[back.kernel] |= {
+                recurrent_grad.expression(rule, dtype, back.sums, unit, K, V, back.tile),
+                recurrent_grad.finish_expression(dtype, back.sums, unit, K, blocks),
+            }
         found["step"].update(step_instantiations(rule, dtype, K, V, bytes_, normalise))
     return {stem: sorted(expressions) for stem, expressions in found.items()}
 

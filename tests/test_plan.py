@@ -24,6 +24,22 @@ def test_every_head_dim_has_a_tile_that_covers_it(rule, dtype):
                 assert tile.shared_bytes <= SMALLEST_SHARED_LIMIT
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("limit", [SMALLEST_SHARED_LIMIT, plan.SHARED_LIMIT])
+def test_every_head_dim_has_a_tile_for_gradients(rule, dtype, limit):
+    for K in HEAD_DIMS:
+        for V in HEAD_DIMS:
+            for items in (1, 100_000):
+                chosen = plan.choose_grad(rule, dtype, 64, items, K, V, 132, shared_limit=limit)
+                tile = chosen.tile
+                assert tile.rows * plan.rows_each(K, tile.rows) >= K
+                assert 32 <= tile.threads <= 256
+                assert tile.tokens in (4, 8, 16, 32)
+                assert tile.block_cols % tile.wide == K % tile.wide == V % tile.wide == 0
+                assert tile.shared_bytes <= limit
+
+
 def test_the_whole_chip_is_used_when_heads_are_few():
     few, many = (plan.best_tile("linear", "float32", 128, 128, n, 132, 4) for n in (4, 4096))
     lanes = [tile.rows / tile.cols for tile in (few, many)]

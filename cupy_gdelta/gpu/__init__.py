@@ -28,9 +28,20 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
         f"set CUPY_CACHE_DIR to a folder that can be written"
     ) from error
 
-from . import linear, linear_sm90, plan, recurrent, repeat, step, tensormap
+from . import linear, linear_sm90, plan, recurrent, recurrent_grad, repeat, step, tensormap
 
-__all__ = ["advance", "forward", "linear", "linear_sm90", "plan", "recurrent", "repeat", "step"]
+__all__ = [
+    "advance",
+    "backward",
+    "forward",
+    "linear",
+    "linear_sm90",
+    "plan",
+    "recurrent",
+    "recurrent_grad",
+    "repeat",
+    "step",
+]
 
 
 def forward(p: Problem, y: View, state: View | None) -> None:
@@ -42,10 +53,7 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             return
         if p.H == 0 or (p.T == 0 and state is None):
             return
-        offsets, longest = p.cu_seqlens, p.T
-        if isinstance(offsets, np.ndarray):
-            longest = int(np.diff(offsets).max())
-            offsets = _upload(offsets.tobytes(), p.v.device)
+        offsets, longest = _offsets(p)
         q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
         target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
         multiprocessors, shared_limit, hopper = _limits(p.v.device)
@@ -75,6 +83,42 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             _keep(p, y, q, k, v, given, target, space)
 
 
+def backward(p: Problem, grads: dict[str, View]) -> None:
+    """Write the gradient of each argument named in grads; asynchronous."""
+    with _on(p.v):
+        if p.N == 0 or p.H == 0 or p.T == 0:
+            _without_tokens(p, grads)
+            return
+        offsets, longest = _offsets(p)
+        q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
+        dy = None if p.dy is None else arrays.with_rows(p.dy)
+        multiprocessors, shared_limit, _ = _limits(p.v.device)
+        chosen = plan.choose_grad(
+            p.rule,
+            p.dtype,
+            longest,
+            p.N * p.H,
+            p.K,
+            p.V,
+            multiprocessors,
+            plan.alignment(q, k, v, *([] if dy is None else [dy])),
+            p.log_gate,
+            shared_limit,
+        )
+        rows = dataclasses.replace(p, q=q, k=k, v=v, dy=dy)
+        spaces = recurrent_grad.launch(rows, chosen, grads, offsets)
+        if p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing():
+            _keep(p, q, k, v, dy, *grads.values(), *spaces)
+
+
+def _without_tokens(p: Problem, grads: dict[str, View]) -> None:
+    """Gradients where there is no token, head or sequence: that of the state goes through."""
+    for name, x in grads.items():
+        if 0 not in x.shape:
+            through = p.dstate if name == "initial_state" else None
+            arrays.fill(x, 0.0 if through is None else through)
+
+
 def advance(p: StepProblem, y: View) -> Callable | None:
     """Write y and update the states; asynchronous. Returns who answers a call of the same form."""
     with _on(p.v):
@@ -88,6 +132,14 @@ def advance(p: StepProblem, y: View) -> Callable | None:
     if capturing and y is not p.out:
         _captured.append(y)
     return repeat.remember(p, launch) if y is p.out or p.out is None else None
+
+
+def _offsets(p: Problem) -> tuple[View | None, int]:
+    """Offsets on the device, and the length of the longest sequence as far as it is known."""
+    if isinstance(p.cu_seqlens, np.ndarray):
+        longest = int(np.diff(p.cu_seqlens).max())
+        return _upload(p.cu_seqlens.tobytes(), p.v.device), longest
+    return p.cu_seqlens, p.T
 
 
 _LAUNCH = {

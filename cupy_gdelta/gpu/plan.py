@@ -11,8 +11,9 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
-from . import chunks, warpgroups
+from . import chunks, grad_tiles, warpgroups
 from .chunks import ChunkTile
+from .grad_tiles import GradTile
 from .warpgroups import WarpgroupTile
 
 STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
@@ -23,6 +24,7 @@ MAX_WARPS = 8
 # Tokens past which a float32 state could lose more than the contract allows: its errors need not
 # average out, with data of one sign they grow with the number of tokens.
 LONG_SUM = {"float16": 8192, "bfloat16": 65536, "float32": 256}
+LONG_GRAD_SUM = {"float16": 8192, "bfloat16": 65536, "float32": 1024}
 LONG_LOG_GATE = 32  # for float32: a rounded exponential errs alike at every equal gate
 SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90 and sm_100
 
@@ -50,18 +52,20 @@ class Plan:
 
     kernel: str
     sums: str  # dtype that sums are made in
-    tile: Tile | ChunkTile | WarpgroupTile
+    tile: Tile | ChunkTile | WarpgroupTile | GradTile
     reason: str
 
 
-def sums(dtype: str, T: int, log_gate: bool) -> tuple[str, str]:
+def sums(dtype: str, T: int, log_gate: bool, backward: bool = False) -> tuple[str, str]:
     """The dtype that sums over T tokens are made in, and why."""
     if dtype == "float64":
         return "float64", "sums in float64, the dtype of the inputs"
-    if dtype == "float32" and log_gate and T > LONG_LOG_GATE:
-        return "float64", f"gates and sums in float64: more than {LONG_LOG_GATE} log gates"
-    if LONG_SUM[dtype] < T:
-        return "float64", f"sums in float64: more than {LONG_SUM[dtype]} tokens"
+    most = LONG_LOG_GATE * (8 if backward else 1)  # gradients may err ten times as much
+    if dtype == "float32" and log_gate and most < T:
+        return "float64", f"gates and sums in float64: more than {most} log gates"
+    most = (LONG_GRAD_SUM if backward else LONG_SUM)[dtype]
+    if most < T:
+        return "float64", f"sums in float64: more than {most} tokens"
     return "float32", "sums in float32"
 
 
@@ -94,6 +98,27 @@ def choose(
             return Plan("linear", "float32", tile, f"chunks on tensor cores, {tile.reason}")
     made_in, why = sums(dtype, T, log_gate)
     return _choose(rule, dtype, made_in, why, items, K, V, multiprocessors, aligned)
+
+
+def choose_grad(
+    rule: str,
+    dtype: str,
+    T: int,
+    items: int,
+    K: int,
+    V: int,
+    multiprocessors: int,
+    aligned: int = 16,
+    log_gate: bool = False,
+    shared_limit: int = SHARED_LIMIT,
+) -> Plan:
+    """Plan for gradients; arguments are those of ``choose``, and ``aligned`` is that of dy too."""
+    made_in, why = sums(dtype, T, log_gate, backward=True)
+    size, words = ITEMSIZE[dtype], ITEMSIZE[made_in] // 4
+    tile = grad_tiles.best_tile(rule, K, V, words, 16 // size, items, multiprocessors, shared_limit)
+    # alignment decides how tokens are fetched and nothing else: it does not show in the result
+    tile = replace(tile, wide=max(1, min(tile.wide, aligned // size)))
+    return Plan("recurrent_grad", made_in, tile, f"token by token, {why}")
 
 
 @functools.lru_cache(maxsize=4096)
