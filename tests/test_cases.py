@@ -3,12 +3,12 @@
 Each test is named by a row, a fault report of another project restated as a small input; its
 docstring gives the symptom and where it was reported ("fla" is fla-org/flash-linear-attention).
 test_cases_memory.py holds those about layouts, test_cases_machine.py about streams and devices,
-test_cases_cache.py about compiled kernels, test_cases_decode.py those of decode steps; rows about
-arrays and refusals stand beside the other tests of their module. ``COVERED`` names them all.
+test_cases_cache.py about compiled kernels, test_cases_decode.py about decode steps,
+test_cases_grad.py and test_autograd.py about gradients; rows about arrays and refusals stand beside
+the other tests of their module. ``COVERED`` names them all.
 
-Not yet covered, and what they wait for: G01, G02, G03, G04, G06, G07, X07, X08 and parts of X01,
-X03, R01 and Z01 (gradients); N05 (a helper that makes gates, which this package has not); a part of
-P02 (a y wider than the inputs).
+Not yet covered, and what they wait for: N05 (a helper that makes gates, which this package has
+not); a part of P02 (a y wider than the inputs).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cupy_gdelta import accuracy, reference
 COVERED = """
     N01 N02 S01 S02 D01 T01 A01 V01 I01 L01 L02 S03 H01 H02 C01 C03 X01 X02 X03 R01 M01 E01
     V03 X04 E02 E03 E04 P02 O01 X06 U01 U03 L04 X09 X10 R03 R04 E05 E06 Z01 Z02 Y01 Y02
+    G01 G02 G03 G04 G06 G07 X07 X08
 """
 
 FUNCTIONS = {
