@@ -13,7 +13,7 @@ from archives import one_line
 from conftest import python
 
 from cupy_gdelta import accuracy, bench, devices, reference
-from cupy_gdelta.bench import decode, measure, peers, readme, report, shapes, store
+from cupy_gdelta.bench import backward, decode, measure, peers, readme, report, shapes, store
 from cupy_gdelta.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -70,6 +70,9 @@ def saved(path, *results, **machine):
         (["--from", "none.json"], "none.json: No such file"),
         (["--from", "none.json", "--peers"], "--peers is for measuring"),
         (["--decode", "--shape", "d64"], "--decode goes with the shapes decode1, decode64, "),
+        (["--decode", "--backward"], "--backward goes with sequences"),
+        (["--shape", "decode64", "--backward"], "--backward goes with sequences"),
+        (["--from", "none.json", "--backward"], "--backward is for measuring"),
         ([], "bench needs a CUDA device: told so"),
     ],
 )
@@ -93,6 +96,8 @@ def test_options(monkeypatch):
     assert asked[1] == wanted
     assert main(["bench", "--decode", "--shape", "decode64"]) == 0
     assert asked[2] == bench.Request(shapes=(decode.NAMED["decode64"],), decode=True)
+    assert main(["bench", "--backward"]) == 0
+    assert asked[3] == bench.Request(backward=True)
 
 
 def test_help_imports_no_array_library():
@@ -115,6 +120,23 @@ def test_the_floor_counts_every_byte_once():
         assert x.shape.moved == sum(a.nbytes for a in (*x.arrays, y))
     assert shapes.parse("1,1,1,3,5,bfloat16").moved == 2 * (3 + 5) * 2 + 2 * 4
     assert shapes.NAMED["seed24"].moved / 4.26e6 == pytest.approx(24, abs=0.5)  # microseconds
+
+
+def test_the_floor_of_gradients_counts_what_either_way_needs():
+    x = inputs()
+    y = reference.gated_linear_attention(*x.arrays)[0].astype("float32")
+    forward = sum(a.nbytes for a in (*x.arrays, y))
+    assert x.shape.moved_backward == forward + sum(2 * a.nbytes for a in x.arrays) + y.nbytes
+    assert shapes.NAMED["d64_fp32"].moved_backward / 4.26e6 == pytest.approx(350, rel=0.02)
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_the_sample_of_gradients_is_that_of_the_whole(rule):
+    x = inputs(rule, "2,600,2,8,6,float32")
+    whole = shapes.GRAD_LOOPS[rule](x.early_dy, *x.arrays)
+    for got, expected in zip(whole, x.expected_gradients, strict=False):
+        np.testing.assert_allclose(x.sample(got), expected, rtol=0, atol=1e-13)
+    assert x.dy[:, shapes.SAMPLE :].all()
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])
@@ -201,6 +223,53 @@ def test_a_peer_is_given_the_same_problem(invented, rule, name):
     contender = peers.PEERS[rule][name](x)
     assert accuracy.error(x.sample(contender.call()), x.expected) < 1e-6
     assert (contender.wait is None) == (name != "jla")
+
+
+class Differentiable:
+    """What a peer's function does on tensors, by way of this library's own gradients."""
+
+    def __init__(self, rule):
+        self.function = peers.FUNCTIONS[rule]
+
+    def __call__(self, q, k, v, g, beta=None, scale=None):
+        return self.function(q, k, v, log_gate=g, beta=beta, scale=scale), None
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"), [("linear", "fla"), ("delta", "fla"), ("delta", "flash_qla")]
+)
+def test_a_peer_computes_the_same_gradients(invented, monkeypatch, rule, name):
+    function, x = Differentiable(rule), inputs(rule)
+    if name == "flash_qla":
+        with pytest.raises(peers.Unavailable, match="16 bits and K = V = 128 only"):
+            backward.flash_qla(x)
+        monkeypatch.setattr(sys.modules["flash_qla"], "chunk_gated_delta_rule", function)
+        halves = {n: getattr(inputs(rule, "2,70,3,128,128,float32"), n) for n in "qkv"}
+        halves = {n: a.astype("float16") for n, a in halves.items()}
+        shape = shapes.parse("2,70,3,128,128,float16")
+        x = shapes.Inputs(rule, shape, **halves, gate=x.gate, beta=x.beta)
+    kind = {"linear": "simple_gla", "delta": "gated_delta_rule"}[rule]
+    monkeypatch.setattr(sys.modules[f"fla.ops.{kind}"], f"chunk_{kind}", function)
+    contender = backward.PEERS[rule][name](x)
+    contender.call()
+    tolerance = 1e-5 if name == "fla" else 3e-3
+    for got, expected in zip(contender.gradients(), x.expected_gradients, strict=True):
+        assert accuracy.error(got, expected) < tolerance
+
+
+def test_our_own_gradients():
+    x = inputs("delta")
+    contender = backward.ours(x, "highest")
+    contender.call()
+    for got, expected in zip(contender.gradients(), x.expected_gradients, strict=True):
+        assert accuracy.error(got, expected) < 1e-5
+
+
+def test_jla_gets_a_function_to_differentiate(invented):
+    x = inputs()
+    forward, arrays, _, note = peers.jla_call(x)
+    assert accuracy.error(x.sample(forward(*arrays)), x.expected) < 1e-6
+    assert note.startswith(peers.FOLDED)
 
 
 def test_bfloat16_goes_to_torch_bit_by_bit():
@@ -422,6 +491,22 @@ def test_measure(no_gpu_needed, monkeypatch):
     json.dumps(found, allow_nan=False)
 
 
+def test_measure_with_gradients(no_gpu_needed, monkeypatch):
+    def wrong(x):
+        samples = [a * (1 + 0.1 * i) for i, a in enumerate(x.expected_gradients)]
+        return peers.Contender(lambda: None, gradients=lambda: samples)
+
+    monkeypatch.setitem(backward.PEERS, "linear", {"wrong": wrong, "broken": broken})
+    found = measure.measure("linear", shapes.parse(TINY), "highest", True, Clock(), True)
+    assert found["backward"]
+    assert found["bytes"] == shapes.parse(TINY).moved_backward
+    ours, other, last = found["contenders"]
+    assert ours["error"] < 1e-5
+    assert (ours["us"], ours["graph_us"], ours["no_graph"]) == (50.0, None, None)
+    assert other["error"] == pytest.approx(0.2)
+    assert last["note"] == "RuntimeError: a peer"
+
+
 # keeping and showing
 
 
@@ -452,6 +537,8 @@ def test_files_are_joined(capsys, tmp_path):
     assert main(["bench", "--from", one, "--from", two, "--json", str(both)]) == 0
     joined = store.load(both)["results"]
     assert [(r["rule"], r["floor_us"]) for r in joined] == [("linear", 50.0), ("delta", 100.0)]
+    back = saved(tmp_path / "5.json", result(backward=True))
+    assert len(store.join([Path(one), Path(back)])["results"]) == 2
     capsys.readouterr()
     one_line(capsys, ["bench", "--from", one, "--from", three], "CuPy 1, other files with 0")
     one_line(capsys, ["bench", "--from", one, "--from", four], "two machines do not mix")
@@ -508,6 +595,16 @@ def test_markdown(capsys, tmp_path):
     assert capsys.readouterr().out == MARKDOWN
 
 
+def test_gradients_have_a_table_of_their_own(capsys, tmp_path):
+    path = saved(tmp_path / "results.json", result(), result(backward=True))
+    assert main(["bench", "--from", path, "--markdown"]) == 0
+    text = capsys.readouterr().out
+    assert "Linear rule, microseconds (times the floor, error of y):" in text
+    assert "Linear rule, y and gradients, microseconds (times the floor, largest error):" in text
+    assert main(["bench", "--from", path]) == 0
+    assert "linear rule, y and gradients, seed24: B, T" in capsys.readouterr().out
+
+
 def test_plot(tmp_path, monkeypatch):
     figures = []
     import matplotlib.figure
@@ -554,6 +651,17 @@ def test_the_readme_shows_what_is_committed():
     again = "python -m cupy_gdelta.bench.readme examples/bench_h200.json README.md"
     assert shown == readme.block(source, path), f"run {again}"
     assert source.with_suffix(".png").is_file()
+
+
+@pytest.mark.gpu
+def test_bench_of_gradients_on_a_gpu(tmp_path):
+    pytest.importorskip("ml_dtypes")
+    path = tmp_path / "results.json"
+    words = ["--shape", "2,600,2,24,24,float32", "--shape", "2,600,2,64,32,bfloat16"]
+    assert main(["bench", *words, "--backward", "--repeat", "2", "--json", str(path)]) == 0
+    for r in store.load(path)["results"]:
+        (ours,) = r["contenders"]
+        assert ours["error"] <= accuracy.GRADIENT_TOLERANCE[r["shape"]["dtype"]]
 
 
 @pytest.mark.gpu

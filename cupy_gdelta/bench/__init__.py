@@ -1,8 +1,9 @@
 """``cupy-gdelta bench``: both rules on a GPU beside the memory floor and other libraries.
 
-``options`` holds the command line, ``shapes`` what is measured, ``peers`` who takes part,
-``decode`` both for decode steps, ``timing`` how a call is timed, ``measure`` one rule at one shape;
-``store``, ``report`` and ``plot`` keep and show results, ``readme`` puts them into the README.
+``options`` holds the command line, ``shapes`` what is measured, ``peers`` and, with gradients,
+``backward`` who takes part, ``decode`` both for decode steps, ``timing`` how a call is timed,
+``measure`` one rule at one shape; ``store``, ``report`` and ``plot`` keep and show results,
+``readme`` puts them into the README.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Request:
     markdown: bool = False
     sources: tuple[Path, ...] = ()
     decode: bool = False
+    backward: bool = False
 
 
 def run(request: Request) -> int:
@@ -109,7 +111,8 @@ def _measured(request: Request) -> Iterator[dict[str, Any]]:
     some = decode.NAMED if request.decode else shapes.NAMED
     for rule in request.rules:
         for shape in request.shapes or some.values():
-            results.append(measure.measure(rule, shape, request.precision, request.peers, timer))
+            options = (request.precision, request.peers, timer, request.backward)
+            results.append(measure.measure(rule, shape, *options))
             cupy.get_default_memory_pool().free_all_blocks()
             yield store.saved(machine, results)
     if request.decode:

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import __version__, accuracy, devices
 from ..refusal import Refusal
-from . import decode, peers, shapes
+from . import backward, decode, peers, shapes
 from .peers import Contender
 from .shapes import Inputs, Shape
 from .timing import Timer
@@ -57,7 +57,12 @@ def _dotted(number: int) -> str:
 
 
 def measure(
-    rule: str, shape: Shape, precision: str, with_peers: bool, timer: Timer
+    rule: str,
+    shape: Shape,
+    precision: str,
+    with_peers: bool,
+    timer: Timer,
+    gradients: bool = False,
 ) -> dict[str, Any]:
     """Every contender at one rule and shape, beside a copy rate of the same minute."""
     rate = timer.copy_rate()
@@ -66,15 +71,19 @@ def measure(
     if isinstance(shape, decode.StepShape):
         inputs, makers = decode.make(rule, shape), decode.contenders(rule, with_peers)
     else:
+        kind = backward if gradients else peers
         inputs = shapes.make(rule, shape)
-        makers = {OURS: partial(peers.ours, precision=precision), **peers.LOCAL[rule]}
-        makers |= peers.PEERS[rule] if with_peers else {}
-    floor = 1e6 * shape.moved / rate
+        makers = {OURS: partial(kind.ours, precision=precision)}
+        makers |= {} if gradients else peers.LOCAL[rule]
+        makers |= kind.PEERS[rule] if with_peers else {}
+    moved = shape.moved_backward if gradients else shape.moved
+    floor = 1e6 * moved / rate
     return {
         "rule": rule,
+        "backward": gradients,
         "shape": asdict(shape),
         "precision": precision,
-        "bytes": shape.moved,
+        "bytes": moved,
         "copy_rate": rate,
         "floor_us": floor,
         "flush_us": timer.flush_us,
@@ -93,12 +102,13 @@ def _entry(
     try:
         contender = maker(inputs)
         entry["note"] = contender.note
-        error = _error(contender.call(), inputs)
+        error = _compare(contender, inputs)
         if contender.wait:
             us = timer.back_to_back(contender.call, contender.wait)
         else:
             us, entry["host_us"] = timer.call(contender.call)
-        entry |= {"us": us, "times_floor": us / floor, "gbps": inputs.shape.moved / us / 1e3}
+        moved = inputs.shape.moved_backward if contender.gradients else inputs.shape.moved
+        entry |= {"us": us, "times_floor": us / floor, "gbps": moved / us / 1e3}
         entry["error"] = error if math.isfinite(error) else None
     except Exception as trouble:  # a peer may raise what it likes, and the others go on
         entry["note"] = reason(trouble)
@@ -111,6 +121,14 @@ def _entry(
             entry["no_graph"] = reason(trouble)
             _still_works(name)
     return entry
+
+
+def _compare(contender: Contender, inputs: Any) -> float:
+    """The error of y; of contenders that call for gradients, the largest error of those."""
+    if contender.gradients is None:
+        return _error(contender.call(), inputs)
+    pairs = zip(contender.gradients(), inputs.expected_gradients, strict=True)
+    return max(accuracy.error(x, expected) for x, expected in pairs)
 
 
 def _error(y: Any, inputs: Any) -> float:

@@ -38,6 +38,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also fla, jla, flash_qla, mamba_ssm and flashinfer, those that can be imported",
     )
+    parser.add_argument(
+        "--backward",
+        action="store_true",
+        help="y and then the gradients; the error is the largest of those of q, k and v",
+    )
     parser.add_argument("--precision", choices=("highest", "tf32"), default="highest")
     parser.add_argument("--repeat", metavar="N", type=_positive, default=30, help="default 30")
     parser.add_argument(
@@ -74,8 +79,13 @@ def _positive(text: str) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.sources and arguments.peers:
         raise Refusal("--peers is for measuring; --from shows what its files hold")
+    steps = arguments.decode or any(s.name in decode.NAMED for s in arguments.shapes or ())
+    if steps and arguments.backward:
+        raise Refusal("--backward goes with sequences; decode steps have no gradients")
     if arguments.decode and not all(s.name in decode.NAMED for s in arguments.shapes or ()):
         raise Refusal(f"--decode goes with the shapes {', '.join(decode.NAMED)}")
+    if arguments.sources and arguments.backward:
+        raise Refusal("--backward is for measuring; --from shows what its files hold")
     return run(
         Request(
             rules=(arguments.rule,) if arguments.rule else ("linear", "delta"),
@@ -88,5 +98,6 @@ def _bench(arguments: argparse.Namespace) -> int:
             plot=arguments.plot,
             markdown=arguments.markdown,
             sources=tuple(arguments.sources or ()),
+            backward=arguments.backward,
         )
     )

@@ -39,12 +39,15 @@ class Contender:
         Waits for what calls return; calls are then timed back to back.
     note : str
         What a reader of the figures must know.
+    gradients : callable, optional
+        Returns samples of the gradients of q, k and v, of contenders that call for gradients.
     """
 
     call: timing.Call
     capture: Callable[[], tuple[timing.Call, Any]] | None = None
     wait: Callable[[Any], Any] | None = None
     note: str = ""
+    gradients: Callable[[], tuple[Any, Any, Any]] | None = None
 
 
 def ours(inputs: Inputs, precision: str) -> Contender:
@@ -124,6 +127,13 @@ def mamba_ssm(inputs: Inputs) -> Contender:
 
 def jla(inputs: Inputs) -> Contender:
     """jax-linear-attention's Mosaic GPU kernels."""
+    forward, arrays, jax, note = jla_call(inputs)
+    compiled = jax.jit(forward)
+    return Contender(lambda: compiled(*arrays), wait=jax.block_until_ready, note=note)
+
+
+def jla_call(inputs: Inputs) -> tuple[Callable[..., Any], list[Any], Any, str]:
+    """y as a function of arrays, these arrays, jax itself, and what a reader must know."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU is shared here
     import jax
     from jla.ops import linear_attention
@@ -138,13 +148,8 @@ def jla(inputs: Inputs) -> Contender:
 
     arrays = [_jax(x) for x in (inputs.q, inputs.k, values)]
     arrays.append({name: _jax(x) for name, x in gates.items()})
-    compiled = jax.jit(forward)
     note = "back-to-back jitted calls, no L2 flush"
-    return Contender(
-        lambda: compiled(*arrays),
-        wait=jax.block_until_ready,
-        note=f"{FOLDED}; {note}" if linear else note,
-    )
+    return forward, arrays, jax, f"{FOLDED}; {note}" if linear else note
 
 
 LOCAL: dict[str, dict[str, Callable[[Inputs], Contender]]] = {

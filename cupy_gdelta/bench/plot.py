@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .report import what
+
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Write a PNG: a panel for each rule, a group of bars for each shape, on a log scale."""
@@ -14,22 +16,22 @@ def draw(found: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     results = found["results"]
-    rules = list(dict.fromkeys(result["rule"] for result in results))
+    kinds = list(dict.fromkeys(map(what, results)))
     names = list(dict.fromkeys(e["name"] for r in results for e in _timed(r)))
-    most = max(sum(1 + len(_timed(r)) for r in results if r["rule"] == rule) for rule in rules)
-    size = (5.5 * len(rules), 1.4 + 0.19 * most)
-    figure, axes = plt.subplots(1, len(rules), figsize=size, layout="constrained", squeeze=False)
-    for axis, rule in zip(axes[0], rules, strict=True):
-        _panel(axis, rule, [r for r in results if r["rule"] == rule], names)
+    most = max(sum(1 + len(_timed(r)) for r in results if what(r) == kind) for kind in kinds)
+    size = (5.5 * len(kinds), 1.4 + 0.19 * most)
+    figure, axes = plt.subplots(1, len(kinds), figsize=size, layout="constrained", squeeze=False)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        _panel(axis, kind, [r for r in results if what(r) == kind], names)
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(names))]
-    columns = min(len(names), 3 * len(rules))
+    columns = min(len(names), 3 * len(kinds))
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
     figure.suptitle(found["machine"]["gpu"])
     figure.savefig(path, format="png", dpi=150)
     plt.close(figure)
 
 
-def _panel(axis: Any, rule: str, results: list[dict[str, Any]], names: list[str]) -> None:
+def _panel(axis: Any, kind: str, results: list[dict[str, Any]], names: list[str]) -> None:
     """Bars from the floor (1) to a contender's multiple of it, with that number beside."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -54,7 +56,7 @@ def _panel(axis: Any, rule: str, results: list[dict[str, Any]], names: list[str]
     axis.set_yticks(ticks, labels)
     axis.invert_yaxis()
     axis.set_xlabel("time of a call, times the memory floor")
-    axis.set_title(f"{rule} rule")
+    axis.set_title(kind)
 
 
 def _timed(result: dict[str, Any]) -> list[dict[str, Any]]:

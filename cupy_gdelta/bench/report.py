@@ -22,10 +22,15 @@ def machine(found: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def what(result: dict[str, Any]) -> str:
+    """The rule, and whether gradients are computed as well."""
+    return f"{result['rule']} rule{', y and gradients' if result.get('backward') else ''}"
+
+
 def title(result: dict[str, Any]) -> str:
     shape = result["shape"]
     return (
-        f"{result['rule']} rule, {_name(result)}: B, T, H, K, V = {_sizes(shape)}; floor "
+        f"{what(result)}, {_name(result)}: B, T, H, K, V = {_sizes(shape)}; floor "
         f"{result['floor_us']:.1f} us for {result['bytes'] / 1e6:.1f} MB at "
         f"{result['copy_rate'] / 1e12:.2f} TB/s"
     )
@@ -84,10 +89,11 @@ def show_host(console: Any, rows: list[dict[str, Any]]) -> None:
 def markdown(found: dict[str, Any]) -> str:
     """A table for each rule: shapes in rows, contenders in columns, then what is to be known."""
     parts = [f"Measured on one {machine(found)}."]
-    for rule in dict.fromkeys(result["rule"] for result in found["results"]):
-        results = [result for result in found["results"] if result["rule"] == rule]
+    for kind in dict.fromkeys(map(what, found["results"])):
+        results = [result for result in found["results"] if what(result) == kind]
+        error = "largest error" if results[0].get("backward") else "error of y"
         parts += [
-            f"{rule.capitalize()} rule, microseconds (times the floor, error of y):",
+            f"{kind.capitalize()}, microseconds (times the floor, {error}):",
             "\n".join(_rows(results)),
             _notes(results),
         ]

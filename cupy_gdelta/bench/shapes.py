@@ -14,6 +14,10 @@ from ..problem import MAX_HEAD_DIM
 
 SAMPLE = 512  # tokens that are compared with float64
 LOOPS = {"linear": reference.gated_linear_attention, "delta": reference.gated_delta_rule}
+GRAD_LOOPS = {
+    "linear": reference.gated_linear_attention_grad,
+    "delta": reference.gated_delta_rule_grad,
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,13 @@ class Shape:
         heads = self.B * self.T * self.H
         once = 2 * (self.K + self.V) * ITEMSIZE[self.dtype] + 2 * ITEMSIZE[self.wide]
         return heads * once
+
+    @property
+    def moved_backward(self) -> int:
+        """The same, then those inputs and dy read once more and their gradients written once."""
+        heads = self.B * self.T * self.H
+        inputs = (2 * self.K + self.V) * ITEMSIZE[self.dtype] + 2 * ITEMSIZE[self.wide]
+        return self.moved + heads * (2 * inputs + self.V * ITEMSIZE[self.dtype])
 
 
 NAMED = {
@@ -113,6 +124,24 @@ class Inputs:
     def expected(self) -> np.ndarray:
         """The sample of y as the float64 loop over time computes it, on the CPU."""
         return LOOPS[self.rule](*map(self.sample, self.arrays))[0]
+
+    @cached_property
+    def dy(self) -> Any:
+        """[B, T, H, V]: the values of another head and another time."""
+        return np.roll(self.v[:, ::-1], 1, axis=2)
+
+    @cached_property
+    def early_dy(self) -> Any:
+        """dy that is 0 past the sample, so that gradients there need nothing else."""
+        dy = self.dy.copy()
+        dy[:, SAMPLE:] = 0
+        return dy
+
+    @cached_property
+    def expected_gradients(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Samples of the gradients of q, k and v from ``early_dy``."""
+        dy, *arrays = map(self.sample, (self.early_dy, *self.arrays))
+        return GRAD_LOOPS[self.rule](dy, *arrays)[:3]
 
 
 def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:

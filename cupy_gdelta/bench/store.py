@@ -13,8 +13,9 @@ FORMAT = 1
 _KEYS = ("rule", "shape", "precision", "bytes", "copy_rate", "floor_us", "contenders")
 
 
-def key(result: dict[str, Any]) -> tuple[str, str, str]:
-    return result["rule"], result["shape"]["name"], result["precision"]
+def key(result: dict[str, Any]) -> tuple[str, bool, str, str]:
+    name = result["shape"]["name"]
+    return result["rule"], result.get("backward", False), name, result["precision"]
 
 
 def saved(
@@ -56,7 +57,7 @@ def join(paths: list[Path]) -> dict[str, Any]:
     files = [load(path) for path in paths]
     machine = files[0]["machine"]
     versions: dict[str, str] = {}
-    results: dict[tuple[str, str, str], dict[str, Any]] = {}
+    results: dict[tuple[str, bool, str, str], dict[str, Any]] = {}
     for path, found in zip(paths, files, strict=True):
         other = found["machine"]
         for name in ("gpu", "driver", "cuda_runtime"):
