@@ -86,6 +86,10 @@ def gated_linear_attention(
     holds them, on the caller's current stream and without synchronisation. Any strides are
     accepted, and no input is written to. 16-bit inputs are summed in float32.
 
+    torch tensors that require grad are differentiated, by :func:`gated_linear_attention_grad`:
+    under ``torch.autograd``, ``torch.compile``, ``torch.utils.checkpoint`` and autocast, which
+    narrows q, k and v alone. The inputs are saved for it and nothing else; ``out`` must be None.
+
     A NaN or Inf shows in the outputs that depend on it and reaches no other sequence, head or batch
     entry, nor an earlier chunk of its own sequence; within its chunk (at most 64 tokens) it may
     reach earlier tokens.

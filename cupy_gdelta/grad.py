@@ -62,8 +62,14 @@ def gated_linear_attention_grad(
     Families, devices, streams and strides are as in :func:`gated_linear_attention`. A NaN or Inf
     reaches gradients of tokens before it, by the nature of gradients, and of its chunk.
 
-    On the CPU the states between segments are kept, (K, V) for each head every 32 tokens or more,
-    and one segment for each thread.
+    Memory besides the results: on the CPU a segment of tokens for each thread, and the state
+    between two segments, one of (K, V) for each head every 32 tokens or more. On a GPU a state for
+    each head before every block of 4 to 32 tokens (as many as shared memory holds states for,
+    every fourth one), and the gradients of q and k, one for each of H heads and for each block of
+    columns of V; the delta rule also keeps the misses, (B, T, H, V). All of these are float32, or
+    float64 where sums are: for float64 inputs, and for float32 inputs of more than 1024 tokens.
+
+    Nothing is added up by atomic operations: the same inputs give the same bits.
 
     Examples
     --------

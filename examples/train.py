@@ -10,7 +10,8 @@ causal convolution over q, k and v, which lets a value meet the key before it; q
 length; a gate and a beta for each token and head; the rule; a norm and a gate on what comes out.
 Both rules train on the same sequences with the same weights at the start. "recalled" is the share
 of right answers on sequences that were not trained on; a rule stops once that is above 99.5 %, or
-when its steps are used up.
+when its steps are used up. Both rules get there at these sizes, since q and k learn to be nearly
+orthogonal; which one needs fewer steps differs from seed to seed.
 """
 
 import argparse
@@ -31,10 +32,10 @@ try:
 except ModuleNotFoundError:
     torch = None
 
-VOCABULARY = 64  # keys, and as many values
+VOCABULARY = 32  # keys, and as many values
 WIDTH, HEADS, CONVOLUTION = 64, 2, 4
-BATCH, LOOK = 64, 25  # sequences in a step; steps between two looks at the accuracy
-RATE, ENOUGH = 5e-3, 0.995
+BATCH, LOOK = 32, 25  # sequences in a step; steps between two looks at the accuracy
+RATE, ENOUGH = 1e-2, 0.995
 
 
 def sequences(count, pairs, generator):
@@ -117,8 +118,8 @@ def train(rule, pairs, steps, device, seed, tick):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--steps", type=int, default=800, help="most steps a rule may take")
-    parser.add_argument("--pairs", type=int, default=16, help=f"to recall, up to {VOCABULARY}")
+    parser.add_argument("--steps", type=int, default=400, help="most steps a rule may take")
+    parser.add_argument("--pairs", type=int, default=24, help=f"to recall, up to {VOCABULARY}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the losses")
     options = parser.parse_args(argv)

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import cupy_gdelta
 from cupy_gdelta import programs, reference
 from cupy_gdelta.cli import main
 
-NAMES = ("recurrence", "recall", "forecast", "stream", "torch_tensors")
+NAMES = ("recurrence", "recall", "forecast", "stream", "torch_tensors", "train")
 SMALL = ["--batch", "2", "--time", "100", "--heads", "2", "--repeat", "1"]
 
 
@@ -39,10 +40,14 @@ def cells(text):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_alone_and_draws(tmp_path, name):
-    if name == "torch_tensors":
+    if name in ("torch_tensors", "train"):
         pytest.importorskip("torch")
     plot = tmp_path / "figure.png"
-    options = {"recurrence": SMALL, "stream": ["--block", "16"]}.get(name, [])
+    options = {
+        "recurrence": SMALL,
+        "stream": ["--block", "16"],
+        "train": ["--steps", "3", "--pairs", "4"],
+    }.get(name, [])
     done = subprocess.run(
         [sys.executable, str(programs.folder() / f"{name}.py"), *options, "--plot", str(plot)],
         capture_output=True,
@@ -217,9 +222,68 @@ def test_torch_tensors_on_a_gpu(load):
     assert load("torch_tensors").main(["--device", "cuda"]) == 0
 
 
-def test_torch_tensors_without_torch(capsys, load, monkeypatch):
+def test_train_poses_the_task_it_says(load):
+    torch = pytest.importorskip("torch")
+    module = load("train")
+    tokens, answers = module.sequences(5, 7, torch.Generator().manual_seed(0))
+    assert tokens.shape == (5, 21)
+    for line, wanted in zip(tokens.tolist(), answers.tolist(), strict=True):
+        pairs = dict(zip(line[:14:2], line[1:14:2], strict=True))
+        assert len(pairs) == 7, "a key is listed once"
+        assert [pairs[key] - module.VOCABULARY for key in line[14:]] == wanted
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_train_looks_at_no_later_token(load, rule):
+    torch = pytest.importorskip("torch")
+    module = load("train")
+    torch.manual_seed(0)
+    model = module.make(rule)
+    tokens, _ = module.sequences(2, 7, torch.Generator().manual_seed(0))
+    later = tokens.clone()
+    later[:, 12:] = 0
+    torch.testing.assert_close(model(later)[:, :12], model(tokens)[:, :12])
+
+
+@pytest.mark.slow
+def test_train_recalls_in_two_minutes(load, tmp_path, capsys):
+    pytest.importorskip("torch")
+    begin = time.perf_counter()
+    assert load("train").main(["--plot", str(tmp_path / "losses.png")]) == 0
+    assert time.perf_counter() - begin < 120
+    table = cells(capsys.readouterr().out)
+    recalled = {rule: float(row[2].rstrip("%")) for rule, row in table.items()}
+    assert recalled["delta"] >= 99
+    assert recalled["linear"] >= 99
+
+
+@pytest.mark.gpu
+def test_train_on_a_gpu(load):
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    assert load("train").main(["--device", "cuda", "--steps", "30"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--pairs", "33"], "--pairs must be from 1 to 32"),
+        (["--device", "cuda"], "torch finds no CUDA device"),
+    ],
+)
+def test_train_refuses(load, capsys, monkeypatch, words, text):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        load("train").main(words)
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["torch_tensors", "train"])
+def test_without_torch(name, capsys, load, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert load("torch_tensors").main([]) == 2
+    assert load(name).main([]) == 2
     error = capsys.readouterr().err
     assert "pip install torch" in error
     assert error.count("\n") == 1

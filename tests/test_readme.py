@@ -20,8 +20,10 @@ COMMANDS = [
 ]
 
 
-def snippet(library: str) -> str:
-    (found,) = (code for code in SNIPPETS if f"import {library}" in code and "_step" not in code)
+def snippet(library: str, gradients: bool = False) -> str:
+    """The code of whole sequences with this library, for the results or for their gradients."""
+    some = [code for code in SNIPPETS if f"import {library}" in code and "_step" not in code]
+    (found,) = (code for code in some if gradients == ("backward()" in code or "_grad(" in code))
     return found
 
 
@@ -49,6 +51,23 @@ def test_the_decode_snippet():
     y, state = reference.gated_delta_rule(**inputs, qk_l2norm=True)
     assert_close(scope["y"], y[:, 100], accuracy.TOLERANCE["delta", "float32"], "y")
     assert_close(scope["state"], state, accuracy.TOLERANCE["delta", "float32"], "state")
+
+
+def test_the_numpy_snippet_with_gradients():
+    scope: dict = {}
+    exec(snippet("numpy", gradients=True), scope)
+    for name in ("q", "k", "v", "gate", "beta"):
+        assert getattr(scope["d"], name).shape == scope[name].shape
+    assert scope["d"].initial_state is None
+
+
+def test_the_torch_snippet_with_gradients():
+    pytest.importorskip("torch")
+    scope: dict = {}
+    exec(snippet("torch", gradients=True), scope)
+    for name in ("q", "k", "v", "log_gate"):
+        assert scope[name].grad.isfinite().all()
+        assert scope[name].grad.any()
 
 
 @pytest.mark.gpu
@@ -88,6 +107,9 @@ def test_the_table_of_tolerances():
         stated = [float(x) for x in row.split("|")]
         dtypes = ("float64", "float32", "float16", "bfloat16")
         assert stated == [accuracy.TOLERANCE[rule, dtype] for dtype in dtypes]
+    (row,) = re.findall(r"^\| gradients of either \|(.*)\|$", TEXT, re.MULTILINE)
+    stated = [float(x) for x in row.split("|")]
+    assert stated == [accuracy.GRADIENT_TOLERANCE[dtype] for dtype in dtypes]
 
 
 def test_every_example_is_named():
