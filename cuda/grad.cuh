@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(256, 1) finish_grad(const CallArgs a, const Gr
         const long long head = hq * a.group + h;
         gate.load(a.gate, b * a.gate_stride[0] + t * a.gate_stride[1] + head * a.gate_stride[2],
                   a.gate_kind);
-        dgate *= gate.template value<Sum>(a.gate_kind);
+        dgate = exact_product(gate.template value<Sum>(a.gate_kind), dgate);
       }
       put_scalar<In>(g.dgate, at + h, dgate, a.gate_kind);
       put_scalar<In>(g.dbeta, at + h, dbeta, a.beta_kind);

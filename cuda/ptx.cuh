@@ -38,6 +38,14 @@ __device__ __forceinline__ unsigned short float_to_bfloat16_bits(float x) {
   return y;
 }
 
+// x y with a denormal result kept: kernels are compiled to flush those.
+__device__ __forceinline__ float exact_product(float x, float y) {
+  float z;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ double exact_product(double x, double y) { return x * y; }
+
 // Two numbers, rounded, in one register.
 __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
   unsigned y;

@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
                 d.x[r][c] -= k[r] * w[c];
               }
               scalars[0] += d.x[r][c] * s.x[r][c];
-              d.x[r][c] *= gate;
+              d.x[r][c] = exact_product(gate, d.x[r][c]);
             }
             sums[r] = gate * of_state + k[r] * wrote;
             sums[kEach + r] = kRule == kDelta ? of_d - gate * seen : of_d;

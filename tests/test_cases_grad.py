@@ -75,6 +75,20 @@ def test_G01_gates_against_differences(backend, rule, gate, rng):
 
 
 @RULES
+@pytest.mark.parametrize("form", ["gate", "log_gate"])
+@pytest.mark.parametrize("T", [1, 40])
+def test_G01_gradients_too_small_for_normal_numbers(backend, rule, form, T, rng):
+    """Kernels are compiled to flush denormal numbers to 0, of which there are many in 1e-37 d."""
+    x = accuracy.inputs(rng, T=T, gate="1e-37")
+    shape = (1, 2, 24, 24)
+    dy, dstate, x["initial_state"] = (rng.standard_normal(s) for s in (x["v"].shape, shape, shape))
+    x["log_gate"] = np.log(x["gate"])
+    del x["gate" if form == "log_gate" else "log_gate"]
+    dy, dstate = (backend.array(a, "float32") for a in (dy, dstate))
+    check_grad(rule, FUNCTIONS[rule], dy, dstate, backend.arrays(x, "float32"), "float32")
+
+
+@RULES
 @pytest.mark.parametrize("T", [1, blocks.CHUNK + 1])
 @pytest.mark.parametrize("part", ["state", "y"])
 def test_G03_the_way_through_the_final_state(backend, rule, T, part, rng):

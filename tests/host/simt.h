@@ -285,6 +285,11 @@ SIMT_INLINE int __ffs(int x) { return __builtin_ffs(x); }
 SIMT_INLINE unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t(a) * b) >> 32; }
 SIMT_INLINE long long clock64() { return clock(); }
 
+template <class T>
+SIMT_INLINE T exact_product(T x, T y) {
+  return x * y;
+}
+
 // 16-bit floats as bits; rounded to nearest, ties to even. A NaN stays one.
 SIMT_INLINE float bfloat16_bits_to_float(unsigned short x) {
   return __uint_as_float(unsigned(x) << 16);
