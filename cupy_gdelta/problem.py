@@ -85,10 +85,12 @@ def check(
     backward: bool = False,
     dy: Any = None,
     dstate: Any = None,
+    whole: int | None = None,
 ) -> Problem:
     """Refuse what breaks the contract, before any work; else describe the call.
 
-    ``backward`` asks for gradients, from dy and dstate of which one may be None.
+    ``backward`` asks for gradients, from dy and dstate of which one may be None. ``whole`` is how
+    far cu_seqlens may reach where q is a piece of what it counts.
     """
 
     def fail(kind: type[Exception], text: str) -> NoReturn:
@@ -114,7 +116,9 @@ def check(
     offsets = None
     N = sizes["B"]
     if cu_seqlens is not None:
-        offsets, N = _offsets(fail, cu_seqlens, first, sizes["B"], sizes["T"])
+        offsets, N = _offsets(
+            fail, cu_seqlens, first, sizes["B"], sizes["T"] if whole is None else whole
+        )
     if "initial_state" in views:
         want = (N, sizes["H"], sizes["K"], sizes["V"])
         check_shape(fail, "initial_state", views["initial_state"], "(N, H, K, V)", want)
