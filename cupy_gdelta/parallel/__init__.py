@@ -1,29 +1,15 @@
-"""One sequence over many ranks."""
+"""One sequence over many ranks: its time axis is cut into pieces, one for each rank.
 
-from __future__ import annotations
+A batch and heads need nothing of this: give each rank its own entries or heads and call the
+functions of one rank. Cut the time axis where one sequence outgrows a device or a machine.
 
-from typing import Any
+``api`` holds the functions and ``enter`` the way in and out; ``agree`` lets all ranks go on or
+none; ``links`` says what an engine must do, ``mpi`` and ``groups`` are the engines; ``pieces`` says
+who holds what; ``run`` is the order of the work: ``local`` what a rank does with its own tokens,
+``reach`` how far the state before them matters, ``scan`` how it gets there; ``spaces`` computes in
+the caller's library; ``model`` counts messages and time.
+"""
 
-from . import enter
+from .api import gated_delta_rule, gated_linear_attention
 
-
-def gated_linear_attention(
-    q, k, v, gate=None, beta=None, *, comm, log_gate=None, scale=1.0, initial_state=None,
-    cu_seqlens=None, return_state=False, out=None, precision="highest",
-) -> Any:
-    return enter.call(
-        "gated_linear_attention", "linear", comm, q=q, k=k, v=v, gate=gate, beta=beta,
-        log_gate=log_gate, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        return_state=return_state, out=out, precision=precision,
-    )
-
-
-def gated_delta_rule(
-    q, k, v, gate=None, beta=None, *, comm, log_gate=None, scale=1.0, qk_l2norm=False,
-    initial_state=None, cu_seqlens=None, return_state=False, out=None, precision="highest",
-) -> Any:
-    return enter.call(
-        "gated_delta_rule", "delta", comm, q=q, k=k, v=v, gate=gate, beta=beta,
-        log_gate=log_gate, scale=scale, qk_l2norm=qk_l2norm, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, return_state=return_state, out=out, precision=precision,
-    )
+__all__ = ["gated_delta_rule", "gated_linear_attention"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, problem
+from ..arrays import View
 from ..problem import Problem
 from .agree import agree, refusal
 from .links import Link, link, on_host
@@ -48,11 +49,12 @@ def agreed(name: str, rule: str, ends: Link, given: dict[str, Any]) -> Call:
         record = refusal(error)
     records = agree(ends, name, record)
     assert p is not None
-    lengths = [x["T"] for x in records]
-    if p.cu_seqlens is not None and p.cu_seqlens[-1] > sum(lengths):
+    lengths, offsets = [x["T"] for x in records], p.cu_seqlens
+    assert not isinstance(offsets, View)
+    if offsets is not None and offsets[-1] > sum(lengths):
         raise ValueError(
             f"{name}: cu_seqlens must end at T = {sum(lengths)}, the tokens of all ranks, or "
-            f"before; got {p.cu_seqlens[-1]}"
+            f"before; got {offsets[-1]}"
         )
     having = [r for r, x in enumerate(records) if x["initial_state"]]
     if having not in ([], [0], list(range(ends.size))):
@@ -60,7 +62,7 @@ def agreed(name: str, rule: str, ends: Link, given: dict[str, Any]) -> Call:
             f"{name}: initial_state must be given on rank 0, on all ranks or on none; "
             f"got it on {_listed(having)} of {ends.size}"
         )
-    pieces = share(lengths, p.B, p.cu_seqlens)
+    pieces = share(lengths, p.B, offsets)
     spread = having == [0] and bool((pieces.last > pieces.first)[1:].any())
     return Call(ends, p, pieces, spread, given["return_state"] == "all")
 

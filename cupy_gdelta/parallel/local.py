@@ -72,7 +72,9 @@ class Local:
                 read = np.matmul(p.q.array[:, some].transpose(0, 2, 1, 3), columns)
                 read = read.transpose(0, 2, 1, 3).reshape(p.B, -1, p.H, p.V)
                 part = y.array[:, some]
-                np.add(part, read * _near(weight[..., None], part.dtype), out=part, casting="same_kind")
+                np.add(
+                    part, read * _near(weight[..., None], part.dtype), out=part, casting="same_kind"
+                )
                 if not left.any():
                     return
 

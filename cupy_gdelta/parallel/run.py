@@ -65,13 +65,15 @@ class Call:
         """The initial states of the sequences that start here."""
         p, part = self.p, self.part
         if not self.spread:
-            rows = p.initial_state
-            return None if rows is None else arrays.take(plain(rows)[part.first : part.last])
+            if p.initial_state is None:
+                return None
+            return arrays.take(plain(p.initial_state)[part.first : part.last])
         if self.link.rank:
             found = self._states(part.last - part.first)
             self.link.exchange([], [(self._raw(found), 0)] if part.last > part.first else [])()
             return found
         every = self._states(p.N)
+        assert p.initial_state is not None
         arrays.fill(every, p.initial_state)
         bounds = zip(self.pieces.first.tolist(), self.pieces.last.tolist(), strict=True)
         rows = [(self._raw(every, a, b), r) for r, (a, b) in enumerate(bounds) if r and b > a]

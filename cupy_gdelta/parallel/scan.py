@@ -123,11 +123,13 @@ class Scan:
 
     def _start(self) -> None:
         sends, receives = [], []
-        if self.to + self.far < len(self.outgoing):
+        room = self.form.count * self.form.H  # else there is nothing to say
+        if room and self.to + self.far < len(self.outgoing):
             sends.append((self._known().raw, self.outgoing[self.to + self.far]))
         self.arriving: Map | None = None
         if self.far <= self.at:
             self.arriving = self.form.message(absolute=self.at - self.far < self.far)
+        if room and self.arriving is not None:
             receives.append((self.arriving.raw, self.incoming[self.at - self.far]))
         self.wait: Callable[[], None] = self.link.exchange(sends, receives)
 
@@ -142,6 +144,7 @@ class Scan:
         """What the last pieces do up to this rank's own, as many as it knows of."""
         assert self.piece is not None
         if self.sent is None:
-            new = self.before is None or self.to == 0
-            self.sent = self.piece if new else self.form.after(self.before, self.piece)
+            self.sent = self.piece
+            if self.before is not None and self.to:  # else what came belongs to another chain
+                self.sent = self.form.after(self.before, self.piece)
         return self.sent

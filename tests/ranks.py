@@ -1,0 +1,488 @@
+"""Tests that many ranks run together, each in a process of its own: test_parallel starts them.
+
+``ranks.py ENGINE ARRAY TEST``: the engine is mpi, gloo or nccl, the array numpy, torch, cupy or
+torch-cuda. A rank that fails raises, and its engine ends the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+
+import numpy as np
+from compare import REFERENCE, assert_close, host
+from conftest import Family
+
+from cupy_gdelta import accuracy, gated_delta_rule, gated_linear_attention, parallel
+from cupy_gdelta.parallel import agree, model
+
+PARALLEL = {
+    "linear": parallel.gated_linear_attention,
+    "delta": parallel.gated_delta_rule,
+}
+ALONE = {"linear": gated_linear_attention, "delta": gated_delta_rule}
+RULES = tuple(PARALLEL)
+
+
+class World:
+    """The ranks of an engine, and arrays of a family."""
+
+    def __init__(self, engine: str, array: str) -> None:
+        self.family = Family(array)
+        self.engine = engine
+        if engine == "mpi":
+            from mpi4py import MPI
+
+            self.comm = MPI.COMM_WORLD
+            self.rank, self.size = self.comm.rank, self.comm.size
+            return
+        import torch
+        import torch.distributed as dist
+
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if engine == "nccl":
+            torch.cuda.set_device(self.rank)
+        if array == "cupy":
+            import cupy
+
+            cupy.cuda.Device(self.rank).use()
+        dist.init_process_group(
+            engine,
+            init_method=f"file://{os.environ['STORE']}",
+            rank=self.rank,
+            world_size=self.size,
+        )
+        self.comm = dist.group.WORLD
+
+    def everyone(self, x):
+        """``x`` of every rank."""
+        if self.engine == "mpi":
+            return self.comm.allgather(x)
+        found = [None] * self.size
+        sys.modules["torch"].distributed.all_gather_object(found, x)
+        return found
+
+    def same(self, x):
+        """``x`` of rank 0."""
+        return self.everyone(x)[0]
+
+    def piece(self, arrays: dict, cuts) -> dict:
+        a, b = cuts[self.rank], cuts[self.rank + 1]
+        return {n: x if x is None else x[:, a:b] for n, x in arrays.items()}
+
+    def even(self, T: int) -> list[int]:
+        return [T * r // self.size for r in range(self.size + 1)]
+
+    def check(
+        self,
+        rule: str,
+        problem: dict,
+        dtype: str,
+        cuts,
+        *,
+        initial_state=None,
+        everywhere=False,
+        spread=True,
+        what="",
+        **options,
+    ):
+        """The call cut into pieces against the reference of the whole; this rank's results."""
+        arrays = self.family.arrays(problem, dtype)
+        if initial_state is not None:
+            initial_state = self.family.array(initial_state, state_dtype(dtype))
+        y, state = PARALLEL[rule](
+            **self.piece(arrays, cuts),
+            comm=self.comm,
+            initial_state=initial_state if self.rank == 0 or not spread else None,
+            return_state="all" if everywhere else True,
+            **options,
+        )
+        expected_y, expected = REFERENCE[rule](
+            **{n: host(x) for n, x in arrays.items()},
+            initial_state=None if initial_state is None else host(initial_state),
+            **options,
+        )
+        assert np.isfinite(expected_y).all()
+        assert np.abs(expected_y).max(initial=0.0) < 1e4, "void reference"
+        whole = np.concatenate(self.everyone(host(y)), axis=1)
+        tolerance = accuracy.TOLERANCE[rule, dtype]
+        what = f"{what} {rule} {dtype} cut at {list(cuts)} rank {self.rank}"
+        assert_close(whole, expected_y, tolerance, f"{what} y")
+        assert (state is None) == (not everywhere and self.rank + 1 < self.size)
+        if state is not None:
+            assert_close(state, expected, tolerance, f"{what} state")
+        return y, state
+
+    def refused(self, match: str, kind: type[Exception], rule="linear", **arguments) -> None:
+        """Every rank raises one and the same error, which begins with the function's name."""
+        try:
+            PARALLEL[rule](**arguments, comm=self.comm)
+        except kind as error:
+            text = str(error)
+        else:
+            raise AssertionError(f"rank {self.rank} raised nothing for {match}")
+        texts = self.everyone(text)
+        assert len(set(texts)) == 1, texts
+        assert match in text, (match, text)
+        assert text.startswith(PARALLEL[rule].__name__ + ": "), text
+
+
+def state_dtype(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def random(world: World, count: int = 200) -> None:
+    """Uneven and empty pieces, packed sequences, every gate regime, initial states, both rules."""
+    dtypes = ["float32", "float64", "float32", "float16"]
+    if world.family.name.startswith("torch") or world.family.on_gpu:
+        dtypes[2] = "bfloat16"
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        rule, dtype = RULES[seed % 2], dtypes[seed // 2 % 4]
+        T, H = int(rng.integers(0, 400)), int(rng.choice([1, 2, 4]))
+        K, V = (int(x) for x in rng.choice([1, 3, 8, 16, 24], 2))
+        packed = rng.random() < 0.5
+        B = 1 if packed else int(rng.integers(0, 4))
+        problem = accuracy.inputs(
+            rng,
+            B=B,
+            T=T,
+            H=H,
+            Hq=int(rng.choice([h for h in (1, 2, 4) if H % h == 0])),
+            K=K,
+            V=V,
+            gate=str(rng.choice(accuracy.GATES)),
+            correlated=dtype == "float64" and rng.random() < 0.3,
+        )
+        offsets, N = None, B
+        if packed:
+            N = int(rng.integers(0, 6))
+            offsets = np.sort(rng.integers(0, T + 1, N + 1))
+            offsets[0] = 0
+        for label in ("gate", "beta"):
+            if rng.random() < 0.1:
+                del problem[label]
+        if "gate" in problem and rng.random() < 0.2:
+            with np.errstate(divide="ignore"):
+                problem["log_gate"] = np.log(np.abs(problem.pop("gate")))
+        world.check(
+            rule,
+            problem,
+            dtype,
+            cuts(rng, T, world.size),
+            cu_seqlens=offsets,
+            scale=float(rng.choice([1.0, 0.3])),
+            initial_state=rng.standard_normal((N, H, K, V)) if rng.random() < 0.6 else None,
+            spread=rng.random() < 0.5,
+            everywhere=rng.random() < 0.3,
+            what=f"seed {seed}",
+        )
+
+
+def cuts(rng: np.random.Generator, T: int, size: int) -> np.ndarray:
+    """Where pieces start and end; some are empty, at times those at one end."""
+    inner = rng.integers(0, T + 1, size - 1)
+    if rng.random() < 0.3:
+        inner[: rng.integers(0, size)] = rng.choice([0, T])
+    return np.concatenate([[0], np.sort(inner), [T]])
+
+
+def lasting(world: World) -> None:
+    """Pieces longer than a reach is looked for at a time, that decay and that do not."""
+    rng = np.random.default_rng(1)
+    T = 2500 * world.size
+    for rule, gate, slow in itertools.product(RULES, ("one", "0.9995", "random"), (False, True)):
+        problem = accuracy.inputs(rng, T=T, H=2, K=8, V=5, gate=gate)
+        if slow:  # in one head a state outlasts the pieces
+            problem["gate"][..., 1] = 0.99999
+        initial = rng.standard_normal((1, 2, 8, 5))
+        for dtype in ("float32", "float64"):
+            world.check(rule, problem, dtype, world.even(T), initial_state=initial, what=gate)
+
+
+def zeros(world: World) -> None:
+    """N01: a gate of 0 forgets at the ends of pieces and within them, as cu_seqlens does."""
+    T = 40 * world.size
+    one = {n: np.ones((1, T, 1, 1)) for n in "qkv"} | {"beta": np.ones((1, T, 1))}
+    for rule in RULES:
+        for at in (0, 1, 20, 39, 40, 41, T - 1):
+            gate = np.full((1, T, 1), 0.9)
+            gate[0, at % T] = 0
+            y, _ = world.check(rule, one | {"gate": gate}, "float32", world.even(T))
+            where = at % T - 40 * world.rank
+            if 0 <= where < 40:
+                assert float(y[0, where, 0, 0]) == 1
+        world.check(rule, one | {"gate": np.zeros((1, T, 1))}, "float32", world.even(T))
+
+
+def states(world: World) -> None:
+    """T01, C03, Z01: the state where pieces are short or empty; None and zeros are the same."""
+    rng = np.random.default_rng(2)
+    for rule, T in itertools.product(RULES, (0, 1, 2, 33, 65)):
+        problem = accuracy.inputs(rng, T=T, H=2, Hq=1, K=4, V=3, gate="0.2")
+        first = [0] + [T] * world.size  # all on the first rank, then on the last one
+        initial = rng.standard_normal((1, 2, 4, 3))
+        for where in (first, [0] * world.size + [T], world.even(T)):
+            world.check(rule, problem, "float32", where, initial_state=initial, everywhere=True)
+            y, state = world.check(rule, problem, "float32", where)
+            same_y, same = world.check(rule, problem, "float32", where, initial_state=initial * 0)
+            assert np.array_equal(host(y), host(same_y))
+            assert state is None or np.array_equal(host(state), host(same))
+
+
+def packed(world: World) -> None:
+    """V01, C01: empty sequences, starts at and off the ends of pieces, kinds of offsets."""
+    rng = np.random.default_rng(3)
+    T = 128 * world.size
+    every = list(range(0, T + 1, 64))
+    for offsets in (
+        [0, 0, 128, 128, T, T],
+        [0],
+        [0, 0],
+        [0, 5, 70, 71, T - 3],
+        every,
+        np.array([0, 100, T], np.int32),
+        (0, 3, T),
+    ):
+        for rule in RULES:
+            problem = accuracy.inputs(rng, T=T, H=2, K=8, V=8)
+            initial = rng.standard_normal((len(offsets) - 1, 2, 8, 8))
+            for state, spread in ((None, True), (initial, True), (initial, False)):
+                world.check(
+                    rule,
+                    problem,
+                    "float32",
+                    world.even(T),
+                    cu_seqlens=offsets,
+                    initial_state=state,
+                    spread=spread,
+                )
+
+
+def alone(world: World) -> None:
+    """The y of one rank's function: the same bits where no state enters, else to rounding."""
+    rng = np.random.default_rng(4)
+    T = 100 * world.size
+    for rule in RULES:
+        arrays = world.family.arrays(accuracy.inputs(rng, T=T, gate="0.9995"), "float32")
+        y = PARALLEL[rule](**world.piece(arrays, world.even(T)), comm=world.comm)
+        whole = ALONE[rule](**arrays)
+        at = 100 * world.rank
+        tolerance = accuracy.TOLERANCE[rule, "float32"]
+        assert_close(y, host(whole)[:, at : at + 100], tolerance, rule)
+        if world.rank == 0:
+            first = ALONE[rule](**{n: x[:, :100] for n, x in arrays.items()})
+            assert np.array_equal(host(y), host(first))
+
+
+def repeatable(world: World) -> None:
+    """R01, U01: the same bits each time, whatever was computed between."""
+    rng = np.random.default_rng(5)
+    T = 130 * world.size
+    for rule in RULES:
+        arrays = world.family.arrays(accuracy.inputs(rng, T=T, gate="0.9995"), "float32")
+        piece = world.piece(arrays, world.even(T))
+        large = world.family.array(np.full((1, 2, 24, 24), 1e6), "float32")
+        found = []
+        for _ in range(5):
+            y, state = PARALLEL[rule](**piece, comm=world.comm, return_state="all")
+            found.append((host(y), host(state)))
+            PARALLEL[rule](**piece, comm=world.comm, initial_state=large)
+        for y, state in found[1:]:
+            assert np.array_equal(y, found[0][0])
+            assert np.array_equal(state, found[0][1])
+
+
+def layouts(world: World) -> None:
+    """S01, X09: strided inputs and outputs, nothing written but out; out over an input."""
+    rng = np.random.default_rng(6)
+    T = 50 * world.size
+    problem = accuracy.inputs(rng, B=2, T=T, H=4, Hq=2, K=9, V=24, gate="0.9995")
+    for rule in RULES:
+        arrays = world.family.arrays(problem, "float32")
+        expected, _ = REFERENCE[rule](**{n: host(x) for n, x in arrays.items()})
+        strided = {n: turned(world.family, x) for n, x in arrays.items()}
+        before = {n: host(x) for n, x in strided.items()}
+        a = 50 * world.rank
+        for label in ("new", "v"):
+            piece = world.piece(strided, world.even(T))
+            out = piece["v"] if label == "v" else turned(world.family, piece["v"])
+            assert PARALLEL[rule](**piece, comm=world.comm, out=out) is out
+            tolerance = accuracy.TOLERANCE[rule, "float32"]
+            assert_close(out, expected[:, a : a + 50], tolerance, f"{rule} {label}")
+            for n, x in strided.items():
+                assert (n == label) or np.array_equal(host(x), before[n]), n
+
+
+def turned(family: Family, x):
+    """A copy of ``x`` whose tokens lie apart, heads first."""
+    order = (0, 2, 1, 3)[: x.ndim]
+    swapped = x.permute(order) if hasattr(x, "permute") else x.transpose(order)
+    back = family.array(host(swapped), "float32")
+    return back.permute(order) if hasattr(back, "permute") else back.transpose(order)
+
+
+def not_a_number(world: World) -> None:
+    """A NaN goes to all later ranks of its sequence, and to no other sequence, head or entry."""
+    T = 30 * world.size
+    for rule, gate in itertools.product(RULES, ("one", "0.9995")):
+        rng = np.random.default_rng(7)
+        problem = accuracy.inputs(rng, T=T, gate=gate, H=2)
+        for offsets in (None, [0, T // 2 + 1, T]):
+            clean = world.family.arrays(problem, "float32")
+            dirty = world.family.arrays(problem, "float32")
+            dirty["v"][0, 3, 1, 2] = float("nan")
+            options = {"comm": world.comm, "cu_seqlens": offsets, "return_state": "all"}
+            wanted, state = PARALLEL[rule](**world.piece(clean, world.even(T)), **options)
+            y, spoilt = PARALLEL[rule](**world.piece(dirty, world.even(T)), **options)
+            bad = np.isnan(np.concatenate(world.everyone(host(y)), axis=1))
+            whole = np.concatenate(world.everyone(host(wanted)), axis=1)
+            y = np.concatenate(world.everyone(host(y)), axis=1)
+            end = T if offsets is None else offsets[1]
+            assert bad[0, 3:end, 1, 2].all()
+            assert not bad[:, :, 0].any()
+            assert not bad[:, end:].any()
+            assert np.array_equal(y[:, :, 0], whole[:, :, 0])
+            assert np.array_equal(y[:, end:], whole[:, end:])
+            assert np.isnan(host(spoilt)[0, 1]).any()
+            assert np.array_equal(host(spoilt)[1:], host(state)[1:])
+
+
+def refusals(world: World) -> None:
+    """Whatever is wrong on one rank alone, all raise the same error, and go on afterwards."""
+    size, rank = world.size, world.rank
+    rng = np.random.default_rng(8)
+    good = world.family.arrays(accuracy.inputs(rng, T=8, H=2, K=4, V=4), "float32")
+    for bad in {0, size - 1}:
+        mine = rank == bad
+
+        def alter(mine=mine, **changes):
+            return good | changes if mine else good
+
+        wrong = f"(on rank {bad} of {size})"
+        shape = "v must have shape (B, T, H, V) with B, T = 1, 8 from q; got (1, 7, 2, 4)"
+        world.refused(f"{shape} {wrong}", ValueError, **alter(v=good["v"][:, :7]))
+        world.refused(f"float64 {wrong}", TypeError, **alter(k=world.family.array(host(good["k"]))))
+        world.refused(f"got list {wrong}", TypeError, **alter(q=[1.0]))
+        world.refused(wrong, ValueError, **alter(gate=good["gate"][..., 0]))
+        world.refused(f"ümläut' {wrong}".encode("ascii", "backslashreplace").decode(), ValueError,
+                      **alter(precision="ümläut"))  # fmt: skip
+        world.refused(wrong, ValueError, "delta", **good, cu_seqlens=[0, 5, 3] if mine else [0, 3])
+        world.refused(wrong, TypeError, **good, return_state=1 if mine else True)
+        world.refused(wrong, ValueError, **good, return_state="first" if mine else "all")
+        state = world.family.array(np.zeros((1, 2, 4, 5)), "float32")
+        world.refused(wrong, ValueError, **good, initial_state=state if mine else None)
+    wide = {n: world.family.array(host(x)) for n, x in good.items()}
+    last = rank == size - 1
+    few = {n: x[:, :, :1] for n, x in good.items()}
+    at = f"on rank 0 and {{}} on rank {size - 1}"
+    if size > 1:
+        disagreements = [
+            (wide if last else good, "the dtype of q", "float32", "float64", {}),
+            (few if last else good, "the heads Hq of q", 2, 1, {}),
+            (good, "scale", 1.0, 0.5, {"scale": 0.5 if last else 1}),
+            (good, "cu_seqlens", "None", "[0, 3]", {"cu_seqlens": [0, 3] if last else None}),
+            (good, "precision", "highest", "tf32", {"precision": "tf32" if last else "highest"}),
+            (good, "return_state", False, True, {"return_state": last}),
+        ]
+        for arrays, label, first, other, options in disagreements:
+            text = f"{label} must be the same on all ranks; got {first} {at.format(other)}"
+            world.refused(text, ValueError, **arrays, **options)
+        state = world.family.array(np.zeros((1, 2, 4, 4)), "float32")
+        text = f"on rank 0, on all ranks or on none; got it on rank {size - 1} of {size}"
+        world.refused(text, ValueError, **good, initial_state=state if last else None)
+    text = f"must end at T = {8 * size}, the tokens of all ranks, or before; got {8 * size + 1}"
+    world.refused(text, ValueError, **good, cu_seqlens=[0, 8 * size + 1])
+    names = world.everyone(None)
+    if size > 1:
+        try:
+            PARALLEL[RULES[last]](**good, comm=world.comm)
+        except ValueError as error:
+            names = world.everyone(str(error).partition(": ")[2])
+        assert len(set(names)) == 1
+        assert "the function called must be the same on all ranks" in names[0]
+    world.check("linear", accuracy.inputs(rng, T=20), "float32", world.even(20))
+
+
+class Counting:
+    """An MPI communicator that counts what goes through it."""
+
+    def __init__(self, comm) -> None:
+        self._comm, self.sent, self.gathered = comm, [], []
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def Isend(self, x, dest, tag):
+        self.sent.append(x.nbytes)
+        return self._comm.Isend(x, dest=dest, tag=tag)
+
+    def Allgather(self, x, found):
+        self.gathered.append(x.nbytes)
+        self._comm.Allgather(x, found)
+
+    def Bcast(self, x, root):
+        raise AssertionError("nobody has asked for this")
+
+
+def traffic(world: World) -> None:
+    """Messages and bytes are those of the model, whatever T is."""
+    rng = np.random.default_rng(9)
+    H, K, V = 2, 8, 5
+    kinds = itertools.product(RULES, ("one", "zero"), ("float32", "float64"), (1, 7))
+    for rule, gate, dtype, length in kinds:
+        T = 300 * length * world.size
+        problem = accuracy.inputs(rng, T=T, H=H, K=K, V=V, gate=gate)
+        piece = world.piece(world.family.arrays(problem, dtype), world.even(T))
+        comm = Counting(world.comm)
+        PARALLEL[rule](**piece, comm=comm)
+        item = np.dtype(dtype).itemsize
+        lasting = gate == "one"
+        expected = model.sent(rule, world.size, world.rank, H, K, V, item, lasting)
+        assert (len(comm.sent), sum(comm.sent)) == expected, (rule, gate, comm.sent, expected)
+        rounds = max(0, world.size - 1).bit_length()
+        assert len(comm.sent) <= rounds
+        assert comm.gathered == [agree.SIZE] + [1] * (world.size > 2)
+
+
+def death(world: World) -> None:
+    """A rank that dies ends the others; this never returns."""
+    problem = accuracy.inputs(np.random.default_rng(10), T=10)
+    arrays = world.family.arrays(problem, "float32")
+    PARALLEL["linear"](**arrays, comm=world.comm)
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    PARALLEL["linear"](**arrays, comm=world.comm)
+
+
+TESTS = {
+    "random": random,
+    "some": lambda world: random(world, 60),
+    "lasting": lasting,
+    "zeros": zeros,
+    "states": states,
+    "packed": packed,
+    "alone": alone,
+    "repeatable": repeatable,
+    "layouts": layouts,
+    "not_a_number": not_a_number,
+    "refusals": refusals,
+    "traffic": traffic,
+    "death": death,
+}
+
+
+def main(engine: str, array: str, *names: str) -> None:
+    world = World(engine, array)
+    for name in names:
+        TESTS[name](world)
+        if world.rank == 0:
+            print(name, "passed", flush=True)
+    if engine != "mpi":
+        sys.modules["torch"].distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

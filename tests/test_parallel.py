@@ -1,0 +1,176 @@
+"""One sequence over many ranks: ranks.py in processes of its own, and what needs no other rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_gdelta import parallel
+from cupy_gdelta.parallel import model
+from cupy_gdelta.parallel.pieces import share
+
+PROGRAM = str(Path(__file__).with_name("ranks.py"))
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path]),
+}
+SMALL = ("zeros", "states", "packed", "alone", "repeatable", "layouts", "not_a_number", "refusals")
+
+
+def mpi(ranks: int, *words: str, module: bool = True) -> subprocess.CompletedProcess:
+    """A program on some ranks, as the docstring says to start it."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed: it comes with the extra mpi")
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    launcher = shutil.which("mpiexec", path=beside)
+    assert launcher, "mpi4py is installed without the mpiexec of an MPI"
+    start = [launcher, "-n", str(ranks), sys.executable, "-W", "error"]
+    command = [*start, *(["-m", "mpi4py"] if module else []), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False
+    )
+
+
+def group(ranks: int, folder: Path, engine: str, array: str, *names: str) -> list[tuple[int, str]]:
+    """ranks.py on a torch process group: exit code and errors of each rank."""
+    pytest.importorskip("torch")
+    command = [sys.executable, PROGRAM, engine, array, *names]
+    facts = {"WORLD_SIZE": str(ranks), "STORE": str(folder / "store")}
+    started = []
+    for rank in range(ranks):
+        log = (folder / f"{rank}.log").open("w")
+        environment = ENVIRONMENT | facts | {"RANK": str(rank)}
+        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        log.close()
+    end = time.monotonic() + 240
+    try:
+        codes = [x.wait(max(0.1, end - time.monotonic())) for x in started]
+    finally:
+        for x in started:
+            x.kill()
+    return [(code, (folder / f"{rank}.log").read_text()) for rank, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_over_mpi(ranks):
+    names = (*SMALL, "lasting", "traffic")
+    done = mpi(ranks, PROGRAM, "mpi", "numpy", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "".join(f"{name} passed\n" for name in names)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_random_cases(ranks):
+    done = mpi(ranks, PROGRAM, "mpi", "numpy", "random")
+    assert (done.returncode, done.stdout) == (0, "random passed\n"), done.stdout + done.stderr
+
+
+def test_torch_tensors_over_mpi():
+    pytest.importorskip("torch")
+    done = mpi(2, PROGRAM, "mpi", "torch", "some", "layouts")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("ranks", "array"), [(2, "numpy"), (3, "torch"), (4, "torch")])
+def test_over_gloo(tmp_path, ranks, array):
+    for code, log in group(ranks, tmp_path, "gloo", array, *SMALL, "some"):
+        assert code == 0, log
+
+
+def test_a_dead_rank_ends_the_others():
+    done = mpi(3, PROGRAM, "mpi", "numpy", "death")
+    assert done.returncode != 0
+
+
+def test_a_dead_rank_ends_a_process_group(tmp_path):
+    found = group(3, tmp_path, "gloo", "torch", "death")
+    assert [code for code, _ in found][-1] == -9
+    assert all(code != 0 for code, _ in found)
+    assert all("RuntimeError" in log for _, log in found[:-1]), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("array", ["torch-cuda", "cupy"])
+def test_over_nccl(tmp_path, array):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
+        pytest.skip(f"needs two GPUs and nccl; torch finds {torch.cuda.device_count()} GPU")
+    for code, log in group(2, tmp_path, "nccl", array, *SMALL, "lasting", "random"):
+        assert code == 0, log
+
+
+@pytest.mark.gpu
+def test_gpu_arrays_through_the_host(tmp_path):
+    """Two ranks share a GPU, over gloo."""
+    for code, log in group(2, tmp_path, "gloo", "cupy", *SMALL, "some"):
+        assert code == 0, log
+
+
+@pytest.mark.gpu
+def test_cupy_arrays_over_mpi():
+    done = mpi(2, PROGRAM, "mpi", "cupy", *SMALL, "some")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_comm_that_is_none():
+    one = np.ones((1, 4, 1, 1), np.float32)
+    with pytest.raises(TypeError, match=r"gated_delta_rule: comm must be .* got NoneType"):
+        parallel.gated_delta_rule(one, one, one, comm=None)
+
+
+def test_shares_of_random_pieces(rng):
+    """Every sequence starts and ends on one rank each; a chain is the same to all its ranks."""
+    for _ in range(1000):
+        size = int(rng.integers(1, 7))
+        lengths = rng.integers(0, 5, size) * rng.integers(0, 2, size)
+        T, N = int(lengths.sum()), int(rng.integers(0, 6))
+        offsets = np.sort(rng.integers(0, T + 1, N + 1))
+        offsets[0] = 0
+        pieces = share(lengths, 1, offsets)
+        bounds = np.append(0, np.cumsum(lengths))
+        started, ended = np.full(N, -1), np.full(N, -1)
+        for r in range(size):
+            part = pieces.part(r)
+            started[part.first : part.last] = r
+            first, stop = pieces.finished(r)
+            assert (ended[first:stop] == -1).all()
+            ended[first:stop] = r
+            start, end = bounds[r : r + 2]
+            enters = [n for n in range(N) if offsets[n] < start < offsets[n + 1]]
+            leaves = [n for n in range(N) if offsets[n] < end < offsets[n + 1]]
+            entering = min(offsets[enters[0] + 1], end) - start if enters else 0
+            assert part.entering == entering
+            assert part.leaves == bool(leaves and end > start)
+            assert part.offsets is not None
+            assert part.offsets[0] == 0
+            dead = rng.random(size) < 0.3
+            for leaving in (False, True):
+                chain = pieces.chain(r, dead, leaving=leaving)
+                assert bool(chain) == (part.leaves if leaving else part.entering > 0)
+                for other in chain[1:]:
+                    assert pieces.chain(other, dead, leaving=False) == chain
+                for other in chain[:-1]:
+                    assert pieces.chain(other, dead, leaving=True) == chain
+        for n in range(N):
+            if offsets[n] < offsets[n + 1]:
+                first = np.searchsorted(bounds, offsets[n], "right") - 1
+                last = np.searchsorted(bounds, offsets[n + 1] - 1, "right") - 1
+                assert (started[n], ended[n]) == (first, last)
+            else:
+                assert started[n] == ended[n] >= 0
+
+
+def test_the_table_of_the_model():
+    assert model.table() in model.__doc__
+    sizes = {"H": 16, "K": 128, "V": 128, "itemsize": 4}
+    for rule in ("linear", "delta"):
+        assert model.sent(rule, 1, 0, **sizes) == (0, 0)
+        most = [max(model.sent(rule, n, r, **sizes).bytes for r in range(n)) for n in (512, 1024)]
+        one = 16 * 128 * 128 * 4 * (2 if rule == "delta" else 1) + 128 * (rule == "linear")
+        assert most[1] - most[0] == one, "a round more"
