@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launch import mpi
 
 import cupy_gdelta
 from cupy_gdelta import programs, reference
@@ -60,10 +61,10 @@ def test_runs_alone_and_draws(tmp_path, name):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "long_sequence"])
 def test_uses_public_names_only(name):
     tree = ast.parse((programs.folder() / f"{name}.py").read_text(encoding="utf-8"))
-    public = {*cupy_gdelta.__all__, "reference"}
+    public = {*cupy_gdelta.__all__, "parallel", "reference"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("cupy_gdelta"):
             assert node.module == "cupy_gdelta"
@@ -287,6 +288,48 @@ def test_without_torch(name, capsys, load, monkeypatch):
     error = capsys.readouterr().err
     assert "pip install torch" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_long_sequence(tmp_path, ranks):
+    file = tmp_path / "bytes"
+    file.write_bytes(np.random.default_rng(0).integers(0, 4, 30_000).astype(np.uint8).tobytes())
+    words = ["-m", "cupy_gdelta", "run", "long_sequence", "--file", str(file), "--tokens", "20000"]
+    done = mpi(ranks, *words, module=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    table = cells(done.stdout)
+    assert sum(int(row[0].replace(",", "")) for row in table.values()) == 20_000
+    assert len(table) == ranks
+    assert float(done.stdout.split()[-1]) < 1e-6
+
+
+def test_long_sequence_keeps_what_it_has_seen(load, tmp_path):
+    pytest.importorskip("mpi4py")
+    module = load("long_sequence")
+    data = np.resize(np.frombuffer(b"abcdefgh", np.uint8), 200)
+    y, _ = module.alone(data, 32, 0.999)
+    wanted = module.bits(data[1:])
+    assert ((y[0, 50:-1, 0] > 0) == (wanted[50:] > 0)).all()
+    q, k, v = module.tokens(data, 100, 110, 32)
+    whole = module.tokens(data, 0, 200, 32)
+    for part, all_of_it in zip((q, k, v), whole, strict=True):
+        np.testing.assert_array_equal(part, all_of_it[:, 100:110])
+
+
+def test_long_sequence_makes_its_text(load, capsys):
+    pytest.importorskip("mpi4py")
+    module = load("long_sequence")
+    assert module.main(["--tokens", "5000"]) == 0
+    assert "5,000 bytes on 1 rank" in capsys.readouterr().out
+    for wrong in (["--tokens", "1"], ["--gate", "2"], ["--file", "nowhere"]):
+        with pytest.raises(SystemExit, match="2"):
+            module.main(wrong)
+
+
+def test_long_sequence_without_mpi4py(capsys, load, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert load("long_sequence").main([]) == 2
+    assert "pip install mpi4py mpich" in capsys.readouterr().err
 
 
 def test_the_data_is_named_and_small():

@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import numpy as np
 import pytest
+from launch import PROGRAM, group, mpi
 
 from cupy_gdelta import parallel
 from cupy_gdelta.parallel import model
 from cupy_gdelta.parallel.pieces import share
 
-PROGRAM = str(Path(__file__).with_name("ranks.py"))
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path]),
-}
 SMALL = ("zeros", "states", "packed", "alone", "repeatable", "layouts", "not_a_number", "refusals")
-
-
-def mpi(ranks: int, *words: str, module: bool = True) -> subprocess.CompletedProcess:
-    """A program on some ranks, as the docstring says to start it."""
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed: it comes with the extra mpi")
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    launcher = shutil.which("mpiexec", path=beside)
-    assert launcher, "mpi4py is installed without the mpiexec of an MPI"
-    start = [launcher, "-n", str(ranks), sys.executable, "-W", "error"]
-    command = [*start, *(["-m", "mpi4py"] if module else []), *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False
-    )
-
-
-def group(ranks: int, folder: Path, engine: str, array: str, *names: str) -> list[tuple[int, str]]:
-    """ranks.py on a torch process group: exit code and errors of each rank."""
-    pytest.importorskip("torch")
-    command = [sys.executable, PROGRAM, engine, array, *names]
-    facts = {"WORLD_SIZE": str(ranks), "STORE": str(folder / "store")}
-    started = []
-    for rank in range(ranks):
-        log = (folder / f"{rank}.log").open("w")
-        environment = ENVIRONMENT | facts | {"RANK": str(rank)}
-        started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        log.close()
-    end = time.monotonic() + 240
-    try:
-        codes = [x.wait(max(0.1, end - time.monotonic())) for x in started]
-    finally:
-        for x in started:
-            x.kill()
-    return [(code, (folder / f"{rank}.log").read_text()) for rank, code in enumerate(codes)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
