@@ -20,7 +20,7 @@ LIMIT = 240  # seconds
 
 
 def mpi(ranks: int, *words: str, module: bool = True) -> subprocess.CompletedProcess:
-    """Python with ``words`` on some ranks; by ``module`` -m mpi4py, which ends all when one fails."""
+    """Python on some ranks, by ``module`` with -m mpi4py, which ends all ranks when one fails."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed: it comes with the extra mpi")
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     launcher = shutil.which("mpiexec", path=beside)

@@ -12,7 +12,8 @@ import signal
 import sys
 
 import numpy as np
-from compare import REFERENCE, assert_close, host
+import pytest
+from compare import REFERENCE, REFERENCE_GRAD, assert_close, host
 from conftest import Family
 
 from cupy_gdelta import accuracy, gated_delta_rule, gated_linear_attention, parallel
@@ -117,12 +118,9 @@ class World:
 
     def refused(self, match: str, kind: type[Exception], rule="linear", **arguments) -> None:
         """Every rank raises one and the same error, which begins with the function's name."""
-        try:
+        with pytest.raises(kind) as raised:
             PARALLEL[rule](**arguments, comm=self.comm)
-        except kind as error:
-            text = str(error)
-        else:
-            raise AssertionError(f"rank {self.rank} raised nothing for {match}")
+        text = str(raised.value)
         texts = self.everyone(text)
         assert len(set(texts)) == 1, texts
         assert match in text, (match, text)
@@ -395,15 +393,113 @@ def refusals(world: World) -> None:
         world.refused(text, ValueError, **good, initial_state=state if last else None)
     text = f"must end at T = {8 * size}, the tokens of all ranks, or before; got {8 * size + 1}"
     world.refused(text, ValueError, **good, cu_seqlens=[0, 8 * size + 1])
-    names = world.everyone(None)
     if size > 1:
-        try:
+        text = "the function called must be the same on all ranks"
+        with pytest.raises(ValueError, match=text):
             PARALLEL[RULES[last]](**good, comm=world.comm)
-        except ValueError as error:
-            names = world.everyone(str(error).partition(": ")[2])
-        assert len(set(names)) == 1
-        assert "the function called must be the same on all ranks" in names[0]
     world.check("linear", accuracy.inputs(rng, T=20), "float32", world.even(20))
+
+
+def gradients(world: World, count: int = 60) -> None:
+    """Of random cuts of both rules, as random; dy and the gradient of the state strided."""
+    import torch
+
+    for seed in range(count):
+        rng = np.random.default_rng(1000 + seed)
+        rule = RULES[seed % 2]
+        dtype = ("float32", "float64", "float32", "bfloat16")[seed // 2 % 4]
+        T, H = int(rng.integers(0, 200)), int(rng.choice([1, 2, 4]))
+        packed = rng.random() < 0.5
+        B = 1 if packed else int(rng.integers(1, 4))
+        offsets, N = None, B
+        if packed:
+            N = int(rng.integers(0, 6))
+            offsets = np.sort(rng.integers(0, T + 1, N + 1))
+            offsets[0] = 0
+        Hq = int(rng.choice([h for h in (1, 2, 4) if H % h == 0]))
+        K, V = (int(x) for x in rng.choice([1, 3, 8, 16], 2))
+        gate = str(rng.choice(accuracy.GATES))
+        problem = accuracy.inputs(rng, B=B, T=T, H=H, Hq=Hq, K=K, V=V, gate=gate)
+        if rng.random() < 0.2:
+            problem["log_gate"] = np.log(np.abs(problem.pop("gate")) + 1e-30)
+        arrays = world.family.arrays(problem, dtype)
+        state_kind = state_dtype(dtype)
+        initial = rng.standard_normal((N, H, K, V)) if rng.random() < 0.6 else None
+        if initial is not None:
+            initial = world.family.array(initial, state_kind)
+        dy = world.family.array(rng.standard_normal((B, H, T, V)), dtype).transpose(1, 2)
+        dstate = world.family.array(rng.standard_normal((N, H, K, V)), state_kind)
+        with_state, everywhere = rng.random() < 0.7, rng.random() < 0.3
+        options = {"cu_seqlens": offsets, "scale": float(rng.choice([1.0, 0.3]))}
+        expected = REFERENCE_GRAD[rule](
+            host(dy),
+            **{n: host(x) for n, x in arrays.items()},
+            initial_state=None if initial is None else host(initial),
+            dstate=host(dstate) * (world.size if everywhere else 1) if with_state else None,
+            **options,
+        )
+        at = cuts(rng, T, world.size)
+        piece = {n: x.detach().clone().requires_grad_() for n, x in world.piece(arrays, at).items()}
+        spread = rng.random() < 0.5
+        mine = None
+        if initial is not None and (world.rank == 0 or not spread):
+            mine = initial.clone().requires_grad_()
+        given = "all" if everywhere else with_state
+        results = PARALLEL[rule](
+            **piece, **options, initial_state=mine, comm=world.comm, return_state=given
+        )
+        y, state = results if given else (results, None)
+        part = world.piece({"dy": dy}, at)["dy"]
+        if everywhere or (with_state and world.rank + 1 == world.size):
+            outputs = [y, state], [part, dstate if with_state else torch.zeros_like(dstate)]
+        else:
+            outputs = [y], [part]
+        torch.autograd.backward(*outputs)
+        what = f"seed {seed} {rule} {dtype} {gate} cut at {list(at)} d"
+        tolerance = accuracy.GRADIENT_TOLERANCE[dtype]
+        for n, x in piece.items():
+            whole = np.concatenate(world.everyone(host(x.grad)), axis=1)
+            want = expected._asdict()["gate" if n == "log_gate" else n]
+            assert x.grad.dtype == x.dtype
+            assert_close(whole, want, tolerance, f"{what} {n}")
+        found = world.everyone(None if mine is None else host(mine.grad))
+        if initial is not None:
+            total = sum(x for x in found if x is not None)
+            assert_close(total, expected.initial_state, tolerance, f"{what} initial_state")
+
+
+def differentiable(world: World) -> None:
+    """What autograd refuses, and what it computes without a gradient."""
+    import torch
+
+    rng = np.random.default_rng(11)
+    T = 20 * world.size
+    last = world.rank + 1 == world.size
+    for rule in RULES:
+        arrays = world.family.arrays(accuracy.inputs(rng, T=T), "float64")
+        piece = world.piece(arrays, world.even(T))
+        with_grad = {n: x.clone().requires_grad_() for n, x in piece.items()}
+        if world.size > 1:
+            text = "whether an input requires grad must be the same on all ranks; got False on"
+            world.refused(text, ValueError, rule, **(with_grad if last else piece))
+        text = "out must be None where an input requires grad"
+        world.refused(text, ValueError, rule, **with_grad, out=torch.empty_like(piece["v"]))
+        y = PARALLEL[rule](**piece, comm=world.comm)
+        with torch.no_grad():
+            same = PARALLEL[rule](**with_grad, comm=world.comm)
+        assert not same.requires_grad
+        assert torch.equal(y, same)
+        y, state = PARALLEL[rule](**with_grad, comm=world.comm, return_state="all")
+        assert y.requires_grad
+        assert torch.equal(y, same)
+        q = with_grad["q"]
+        loss = y.sum() + state.sum()
+        with pytest.raises(RuntimeError, match="second derivatives are not computed"):
+            torch.autograd.grad(loss, q, create_graph=True)
+        with torch.no_grad():
+            q += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 class Counting:
@@ -469,6 +565,8 @@ TESTS = {
     "layouts": layouts,
     "not_a_number": not_a_number,
     "refusals": refusals,
+    "gradients": gradients,
+    "differentiable": differentiable,
     "traffic": traffic,
     "death": death,
 }

@@ -27,15 +27,18 @@ def test_random_cases(ranks):
     assert (done.returncode, done.stdout) == (0, "random passed\n"), done.stdout + done.stderr
 
 
-def test_torch_tensors_over_mpi():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torch_tensors_over_mpi(ranks):
     pytest.importorskip("torch")
-    done = mpi(2, PROGRAM, "mpi", "torch", "some", "layouts")
+    names = ("some", "layouts", "gradients", "differentiable")
+    done = mpi(ranks, PROGRAM, "mpi", "torch", *names)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("ranks", "array"), [(2, "numpy"), (3, "torch"), (4, "torch")])
+@pytest.mark.parametrize(("ranks", "array"), [(2, "numpy"), (3, "torch")])
 def test_over_gloo(tmp_path, ranks, array):
-    for code, log in group(ranks, tmp_path, "gloo", array, *SMALL, "some"):
+    more = ("gradients", "differentiable") if array == "torch" else ()
+    for code, log in group(ranks, tmp_path, "gloo", array, *SMALL, "some", *more):
         assert code == 0, log
 
 
@@ -57,7 +60,8 @@ def test_over_nccl(tmp_path, array):
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
         pytest.skip(f"needs two GPUs and nccl; torch finds {torch.cuda.device_count()} GPU")
-    for code, log in group(2, tmp_path, "nccl", array, *SMALL, "lasting", "random"):
+    more = ("gradients", "differentiable") if array == "torch-cuda" else ()
+    for code, log in group(2, tmp_path, "nccl", array, *SMALL, "lasting", "random", *more):
         assert code == 0, log
 
 

@@ -22,6 +22,7 @@ SAME = {  # entries of a record, and what to call them in a message
     "qk_l2norm": "qk_l2norm",
     "precision": "precision",
     "return_state": "return_state",
+    "differentiable": "whether an input requires grad",
 }
 
 

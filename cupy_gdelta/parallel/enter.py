@@ -21,8 +21,18 @@ FAR = 1 << 62  # tokens, more than any sequence has
 
 def call(name: str, rule: str, comm: Any, **given: Any) -> Any:
     """One call of a public function, on this rank."""
-    ends = link(name, comm)
-    found = agreed(name, rule, ends, given)
+    found = agreed(name, rule, link(name, comm), given)
+    if found.differentiable:
+        from . import autograd
+
+        y, state = autograd.apply(found, given)
+    else:
+        y, state = run(found)
+    return (y, state) if found.p.return_state else y
+
+
+def run(found: Call) -> tuple[Any, Any]:
+    """y and the final states, None where they are not given, in the caller's library."""
     p = found.p
     y = p.out
     if y is None or any(y.overlaps(x) for x in p.inputs):
@@ -33,10 +43,7 @@ def call(name: str, rule: str, comm: Any, **given: Any) -> Any:
         if y is not p.out:
             arrays.fill(p.out, y)
         arrays.written(p.out)
-    result = y.owner if p.out is None else p.out.owner
-    if not p.return_state:
-        return result
-    return result, None if state is None else state.owner
+    return y.owner if p.out is None else p.out.owner, None if state is None else state.owner
 
 
 def agreed(name: str, rule: str, ends: Link, given: dict[str, Any]) -> Call:
@@ -44,7 +51,11 @@ def agreed(name: str, rule: str, ends: Link, given: dict[str, Any]) -> Call:
     p = None
     try:
         p = _check(name, rule, ends, given)
-        record = _record(p, given["return_state"])
+        differentiable = any(_needs_grad(x) for x in given.values())
+        if differentiable and p.out is not None:
+            wanted = "out must be None where an input requires grad"
+            raise ValueError(f"{name}: {wanted}; got {p.out.kind}")
+        record = _record(p, given["return_state"]) | {"differentiable": differentiable}
     except Exception as error:  # of any kind, for the other ranks are waiting
         record = refusal(error)
     records = agree(ends, name, record)
@@ -64,7 +75,7 @@ def agreed(name: str, rule: str, ends: Link, given: dict[str, Any]) -> Call:
         )
     pieces = share(lengths, p.B, offsets)
     spread = having == [0] and bool((pieces.last > pieces.first)[1:].any())
-    return Call(ends, p, pieces, spread, given["return_state"] == "all")
+    return Call(ends, p, pieces, spread, given["return_state"] == "all", differentiable)
 
 
 def _listed(ranks: list[int]) -> str:
@@ -94,10 +105,15 @@ def _check(name: str, rule: str, ends: Link, given: dict[str, Any]) -> Problem:
     return p
 
 
+def _needs_grad(x: Any) -> bool:
+    if getattr(x, "requires_grad", False) is not True:
+        return False
+    return sys.modules["torch"].is_grad_enabled()
+
+
 def _constant(x: Any) -> Any:
     """A tensor without its gradient."""
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)
-    return x.detach() if kind is not None and isinstance(x, kind) else x
+    return x.detach() if getattr(x, "requires_grad", False) is True else x
 
 
 def _host(offsets: Any) -> Any:

@@ -67,6 +67,12 @@ class GroupLink:
         if self.rank != root:
             self._arrived(x, tensor)
 
+    def total(self, x: Any) -> None:
+        tensor = self._tensor(x, filled=True)
+        with self._on_stream(x):
+            self.dist.all_reduce(tensor, group=self.group)
+        self._arrived(x, tensor)
+
     def _device(self) -> int:
         """The CUDA device that the group works on in this process."""
         index = getattr(getattr(self.group, "bound_device_id", None), "index", None)

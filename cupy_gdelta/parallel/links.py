@@ -35,6 +35,9 @@ class Link(Protocol):
     def broadcast(self, x: Any, root: int) -> None:
         """Fill ``x`` on all ranks with that of ``root``."""
 
+    def total(self, x: Any) -> None:
+        """Fill ``x``, numbers for once, on all ranks with the sum of all."""
+
 
 def link(name: str, comm: Any) -> Link:
     """This rank's end of the caller's communicator."""

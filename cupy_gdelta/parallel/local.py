@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from .. import api, arrays
+from .. import api, arrays, grad
 from ..arrays import View
+from ..gradients import Gradients
 from ..problem import Problem
 from .spaces import Space
 
 FUNCTIONS = {"linear": api.gated_linear_attention, "delta": api.gated_delta_rule}
+GRADIENTS = {
+    "linear": grad.gated_linear_attention_grad,
+    "delta": grad.gated_delta_rule_grad,
+}
 NUMBERS = 1 << 24  # in the output that a transition computes and nobody reads, at a time
 BLOCK = 1 << 18  # numbers of y that are added to at a time
 
@@ -78,34 +83,81 @@ class Local:
                 if not left.any():
                     return
 
+    def read_by(self, dy: View, stop: int) -> Any:
+        """The gradient of the state before the first tokens, from dy of these; linear rule.
+
+        It is the sum over t of scale * gate_1 ... gate_t * q_t dy_t^T, [B, H, K, V].
+        """
+        p, space = self.p, self.space
+        total = space.wide(space.zeros((p.B, p.H, p.K, p.V), p.state_dtype).array)
+        left: Any = p.scale
+        step = max(1, 8 * BLOCK // max(1, p.B * p.H * max(p.K, p.V)))
+        with np.errstate(all="ignore"):
+            for at in range(0, stop, step):
+                some = slice(at, min(at + step, stop))
+                weight = self._products(some) * left
+                left = weight[:, -1:]
+                q, d = (space.wide(space.widened(x, some.start, some.stop)) for x in (p.q, dy))
+                q = q[:, :, :, None] * weight.reshape(*q.shape[:3], -1, 1)
+                q = q.reshape(p.B, -1, p.H, p.K).swapaxes(1, 2).swapaxes(2, 3)
+                total = total + space.xp.matmul(q, d.swapaxes(1, 2))
+        return total
+
     def _products(self, some: slice) -> Any:
         """Of the gates of some tokens, from the first of them on, [B, t, H], wider than y."""
-        p = self.p
+        p, space = self.p, self.space
         if p.gate is None:
-            return np.ones((p.B, some.stop - some.start, p.H))
-        gate = self.space.widened(p.gate, some.start, some.stop)
+            return space.zeros((p.B, some.stop - some.start, p.H), "float64").array + 1
+        gate = space.wide(space.widened(p.gate, some.start, some.stop))
         if p.log_gate:
-            return np.exp(np.cumsum(gate, 1, dtype=np.float64))
-        return np.cumprod(gate, 1, dtype=np.longdouble if p.dtype == "float64" else np.float64)
+            return space.xp.exp(space.xp.cumsum(gate, 1))
+        if p.dtype == "float64" and p.v.device < 0:
+            gate = gate.astype(np.longdouble)
+        return space.xp.cumprod(gate, 1)
+
+    def grad(
+        self,
+        start: int,
+        stop: int,
+        dy: View,
+        state: View | None,
+        dstate: View | None,
+        offsets: np.ndarray | None = None,
+    ) -> Gradients:
+        """Gradients of what run computes."""
+        p, some = self.p, slice(start, stop)
+        options = self._options(some) | {"cu_seqlens": offsets, "scale": p.scale}
+        return GRADIENTS[p.rule](
+            plain(dy)[:, some],
+            plain(p.q)[:, some],
+            plain(p.k)[:, some],
+            plain(p.v)[:, some],
+            initial_state=None if state is None else plain(state),
+            dstate=None if dstate is None else plain(dstate),
+            **options,
+        )
 
     def _call(self, some: slice, v: Any, state: View | None, out: Any, **options: Any) -> View:
         p = self.p
-        gate, beta = (None if x is None else plain(x)[:, some] for x in (p.gate, p.beta))
-        options["log_gate" if p.log_gate else "gate"] = gate
-        if p.rule == "delta":
-            options["qk_l2norm"] = p.qk_l2norm
         _, after = FUNCTIONS[p.rule](
             plain(p.q)[:, some],
             plain(p.k)[:, some],
             v,
-            beta=beta,
             initial_state=None if state is None else plain(state),
             return_state=True,
             out=out,
-            precision=p.precision,
+            **self._options(some),
             **options,
         )
         return arrays.take(after)
+
+    def _options(self, some: slice) -> dict[str, Any]:
+        p = self.p
+        gate, beta = (None if x is None else plain(x)[:, some] for x in (p.gate, p.beta))
+        options = {"log_gate" if p.log_gate else "gate": gate, "beta": beta}
+        if p.rule == "delta":
+            options["qk_l2norm"] = p.qk_l2norm
+        return options | {"precision": p.precision}
 
 
 def plain(x: View) -> Any:

@@ -52,6 +52,12 @@ class MPILink:
         if buffer is not x and self.rank != root:
             from_host(x, buffer)
 
+    def total(self, x: Any) -> None:
+        buffer = _buffer(x, filled=True)
+        self.comm.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, buffer)
+        if buffer is not x:
+            from_host(x, buffer)
+
 
 def _buffer(x: Any, *, filled: bool) -> Any:
     """What MPI reads or writes: ``x`` itself or a host array, with the contents of ``x``."""

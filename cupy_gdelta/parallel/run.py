@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,17 @@ from .scan import Form, Map, Scan
 from .spaces import Space
 
 
+class Trace(NamedTuple):
+    """What the forward pass leaves to the backward one."""
+
+    seen: int  # tokens that see the state before them
+    incoming: list[int]  # the chains, see Pieces.chain
+    outgoing: list[int]
+    initial: View | None  # of the sequences that start here
+    before: Any  # the state that entered
+    step: Map | None  # what all that entered do to it
+
+
 @dataclass
 class Call:
     """What all ranks have agreed on, as one of them sees it; ``p.N`` counts all sequences."""
@@ -27,8 +38,10 @@ class Call:
     pieces: Pieces
     spread: bool  # whether rank 0 alone has the initial states, and others need some of them
     everywhere: bool  # whether all ranks get the final states
+    differentiable: bool  # whether a backward pass may follow
 
     def __post_init__(self) -> None:
+        self.trace: Trace | None = None
         self.space = Space(self.p.v)
         self.local = Local(self.p, self.space)
         self.part = self.pieces.part(self.link.rank)
@@ -40,7 +53,8 @@ class Call:
         seen, dead = reach(self.p, self.space, part.entering)
         gone = self._gone(dead)
         incoming, outgoing = (self.pieces.chain(rank, gone, leaving=x) for x in (False, True))
-        own = self._own(self._initial(), y)
+        initial = self._initial()
+        own = self._own(initial, y)
         entered = step = None
         if through:
             entered, step = self._from_zero(dead, y)
@@ -53,6 +67,8 @@ class Call:
         before = scan.finish()
         if part.entering:
             entered = self._correct(seen, before, entered, step, y)
+        if self.differentiable:
+            self.trace = Trace(seen, incoming, outgoing, initial, before, step)
         return self._deliver(entered, own) if self.p.return_state else None
 
     def _gone(self, dead: bool) -> np.ndarray:
@@ -69,14 +85,14 @@ class Call:
                 return None
             return arrays.take(plain(p.initial_state)[part.first : part.last])
         if self.link.rank:
-            found = self._states(part.last - part.first)
-            self.link.exchange([], [(self._raw(found), 0)] if part.last > part.first else [])()
+            found = self.states(part.last - part.first)
+            self.link.exchange([], [(self.raw(found), 0)] if part.last > part.first else [])()
             return found
-        every = self._states(p.N)
+        every = self.states(p.N)
         assert p.initial_state is not None
         arrays.fill(every, p.initial_state)
         bounds = zip(self.pieces.first.tolist(), self.pieces.last.tolist(), strict=True)
-        rows = [(self._raw(every, a, b), r) for r, (a, b) in enumerate(bounds) if r and b > a]
+        rows = [(self.raw(every, a, b), r) for r, (a, b) in enumerate(bounds) if r and b > a]
         self.link.exchange(rows, [])()
         return arrays.take(plain(every)[part.first : part.last])
 
@@ -84,7 +100,7 @@ class Call:
         """Run the sequences that start here; their last states here."""
         part = self.part
         if part.first == part.last and part.entering == self.p.T:
-            return self._states(0)
+            return self.states(0)
         return self.local.run(part.entering, self.p.T, initial, y, part.offsets)
 
     def _from_zero(self, dead: bool, y: View) -> tuple[View, Map]:
@@ -117,30 +133,30 @@ class Call:
         parts = [own.array]
         if entered is not None and not self.pieces.through[self.link.rank]:
             parts.insert(0, entered.array)
-        mine, at = self._states(stop - first), 0
+        mine, at = self.states(stop - first), 0
         for x in parts:
             count = min(len(x), stop - first - at)  # the last states of own may go on
             mine.array[at : at + count] = x[:count]
             at += count
         if self.link.rank == last:
-            every = self._states(self.p.N)
+            every = self.states(self.p.N)
             every.array[first:stop] = mine.array
             bounds = [(r, *self.pieces.finished(r)) for r in range(last)]
-            rows = [(self._raw(every, a, b), r) for r, a, b in bounds if b > a]
+            rows = [(self.raw(every, a, b), r) for r, a, b in bounds if b > a]
             self.link.exchange([], rows)()
         else:
-            self.link.exchange([(self._raw(mine), last)] if stop > first else [], [])()
+            self.link.exchange([(self.raw(mine), last)] if stop > first else [], [])()
             if not self.everywhere:
                 return None
-            every = self._states(self.p.N)
+            every = self.states(self.p.N)
         if self.everywhere:
-            self.link.broadcast(self._raw(every), last)
+            self.link.broadcast(self.raw(every), last)
         return every
 
-    def _states(self, count: int) -> View:
+    def states(self, count: int) -> View:
         p = self.p
         return arrays.empty(p.v, (count, p.H, p.K, p.V), p.state_dtype)
 
-    def _raw(self, states: View, start: int = 0, stop: int | None = None) -> Any:
+    def raw(self, states: View, start: int = 0, stop: int | None = None) -> Any:
         """Some rows of contiguous states as the bytes of a message."""
         return self.space.typed(states.array[start:stop].reshape(-1), "uint8")
