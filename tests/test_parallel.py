@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
-from launch import PROGRAM, group, mpi
+from launch import ENVIRONMENT, PROGRAM, group, mpi
 
 from cupy_gdelta import parallel
 from cupy_gdelta.parallel import model
@@ -76,6 +79,18 @@ def test_gpu_arrays_through_the_host(tmp_path):
 def test_cupy_arrays_over_mpi():
     done = mpi(2, PROGRAM, "mpi", "cupy", *SMALL, "some")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_benchmark():
+    pytest.importorskip("torch")
+    sizes = "--tokens 3000 --heads 1 --width 8 --dtype float32 --repeat 1 --rule delta".split()
+    command = [sys.executable, "-W", "error", "-m", "cupy_gdelta.bench.ranks", "--cpu", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 ranks, CPU, gloo")
+    assert [line.split()[:2] for line in lines[2:]] == [["delta", "decaying"], ["delta", "lasting"]]
+    assert all("1 messages" in line and "efficiency" in line for line in lines[2:])
 
 
 def test_a_comm_that_is_none():

@@ -3,7 +3,8 @@
 ``options`` holds the command line, ``shapes`` what is measured, ``peers`` and, with gradients,
 ``backward`` who takes part, ``decode`` both for decode steps, ``timing`` how a call is timed,
 ``measure`` one rule at one shape; ``store``, ``report`` and ``plot`` keep and show results,
-``readme`` puts them into the README.
+``readme`` puts them into the README. ``ranks`` is a program of its own: one sequence over several
+GPUs.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ functions of one rank. Cut the time axis where one sequence outgrows a device or
 none; ``links`` says what an engine must do, ``mpi`` and ``groups`` are the engines; ``pieces`` says
 who holds what; ``run`` is the order of the work: ``local`` what a rank does with its own tokens,
 ``reach`` how far the state before them matters, ``scan`` how it gets there; ``spaces`` computes in
-the caller's library; ``back`` and ``autograd`` are the way back for torch; ``model`` counts messages and time.
+the caller's library; ``back`` and ``autograd`` are the way back for torch; ``model`` counts
+messages and time.
 """
 
 from .api import gated_delta_rule, gated_linear_attention

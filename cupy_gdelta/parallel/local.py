@@ -51,7 +51,7 @@ class Local:
         """What the first tokens do to a state, [B, H, K, K]: the rule without values, from I."""
         p = self.p
         state = self.space.zeros((p.B, p.H, p.K, p.K), p.state_dtype)
-        state.array[..., range(p.K), range(p.K)] = 1
+        state.array.reshape(-1, p.K * p.K)[:, :: p.K + 1] = 1
         step = max(1, min(stop, NUMBERS // max(1, p.B * p.H * p.K)))
         none = self.space.zeros((p.B, step, p.H, p.K), p.dtype)
         out = arrays.empty(p.v, (p.B, step, p.H, p.K), p.dtype)
