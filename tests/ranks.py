@@ -43,12 +43,13 @@ class World:
         import torch.distributed as dist
 
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if engine == "nccl":
-            torch.cuda.set_device(self.rank)
+        if self.family.on_gpu:
+            device = self.rank % torch.cuda.device_count()
+            torch.cuda.set_device(device)
         if array == "cupy":
             import cupy
 
-            cupy.cuda.Device(self.rank).use()
+            cupy.cuda.Device(device).use()
         dist.init_process_group(
             engine,
             init_method=f"file://{os.environ['STORE']}",

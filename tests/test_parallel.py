@@ -39,7 +39,7 @@ def test_torch_tensors_over_mpi(ranks):
 
 
 @pytest.mark.parametrize(("ranks", "array"), [(2, "numpy"), (3, "torch")])
-def test_over_gloo(tmp_path, ranks, array):
+def test_over_torch_gloo(tmp_path, ranks, array):
     more = ("gradients", "differentiable") if array == "torch" else ()
     for code, log in group(ranks, tmp_path, "gloo", array, *SMALL, "some", *more):
         assert code == 0, log
@@ -50,7 +50,7 @@ def test_a_dead_rank_ends_the_others():
     assert done.returncode != 0
 
 
-def test_a_dead_rank_ends_a_process_group(tmp_path):
+def test_a_dead_rank_ends_a_torch_group(tmp_path):
     found = group(3, tmp_path, "gloo", "torch", "death")
     assert [code for code, _ in found][-1] == -9
     assert all(code != 0 for code, _ in found)
@@ -69,9 +69,10 @@ def test_over_nccl(tmp_path, array):
 
 
 @pytest.mark.gpu
-def test_gpu_arrays_through_the_host(tmp_path):
-    """Two ranks share a GPU, over gloo."""
-    for code, log in group(2, tmp_path, "gloo", "cupy", *SMALL, "some"):
+@pytest.mark.parametrize("array", ["torch-cuda", "cupy"])
+def test_gpu_arrays_through_the_host(tmp_path, array):
+    """Two ranks may share a GPU, over gloo."""
+    for code, log in group(2, tmp_path, "gloo", array, *SMALL, "lasting", "some"):
         assert code == 0, log
 
 
@@ -81,10 +82,12 @@ def test_cupy_arrays_over_mpi():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_benchmark():
+def test_the_torch_benchmark():
     pytest.importorskip("torch")
-    sizes = "--tokens 3000 --heads 1 --width 8 --dtype float32 --repeat 1 --rule delta".split()
-    command = [sys.executable, "-W", "error", "-m", "cupy_gdelta.bench.ranks", "--cpu", *sizes]
+    sizes = {"tokens": 3000, "heads": 1, "width": 8, "dtype": "float32", "repeat": 1}
+    words = [f"--{label}={x}" for label, x in sizes.items()]
+    command = [sys.executable, "-W", "error", "-m", "cupy_gdelta.bench.ranks", "--cpu"]
+    command += [*words, "--rule=delta"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 from compare import assert_close
+from launch import mpi
 
 from cupy_gdelta import accuracy, cli, reference
 
@@ -85,6 +87,24 @@ def test_the_torch_snippet():
     assert scope["y"].shape == (1, 512, 8, 64)
     assert scope["state"].shape == (2, 8, 64, 64)
     assert bool(torch.isfinite(scope["y"]).all())
+
+
+def test_the_mpi_snippet(tmp_path):
+    before = """
+        import numpy as np
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.random((1, 9, 2, 8), dtype=np.float32) / 8 for _ in range(3))
+        gate, beta = (rng.random((1, 9, 2), dtype=np.float32) for _ in range(2))
+    """
+    after = """
+        assert y.shape == v.shape
+        assert (state is None) == (MPI.COMM_WORLD.rank == 0)
+    """
+    program = tmp_path / "program.py"
+    code = (textwrap.dedent(before), snippet("MPI"), textwrap.dedent(after))
+    program.write_text("\n".join(code))
+    done = mpi(2, str(program))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("line", COMMANDS[2:])
