@@ -495,8 +495,11 @@ def differentiable(world: World) -> None:
         assert torch.equal(y, same)
         q = with_grad["q"]
         loss = y.sum() + state.sum()
-        with pytest.raises(RuntimeError, match="second derivatives are not computed"):
-            torch.autograd.grad(loss, q, create_graph=True)
+        (first,) = torch.autograd.grad(loss, q, create_graph=True)
+        (again,) = torch.autograd.grad(loss, q, retain_graph=True)
+        assert torch.equal(first, again)
+        with pytest.raises(TypeError, match="_grad: second derivatives are not computed"):
+            (first * q).sum().backward()
         with torch.no_grad():
             q += 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -24,17 +24,26 @@ class Rule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: Any) -> tuple[Any, Any]:
         ctx.call = call
-        ctx.save_for_backward(*inputs)  # that torch sees it when one is overwritten
+        ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         return enter.run(call)
 
     @staticmethod
     def backward(ctx: Any, dy: Any, dstate: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{ctx.call.p.name}: second derivatives are not computed; "
-                f"got a backward pass with create_graph=True"
-            )
-        ctx.saved_tensors  # noqa: B018 (raises where an input was overwritten)
-        views = (None if x is None else arrays.take(x) for x in (dy, dstate))
-        return None, *back.backward(ctx.call, *views)
+        # Looking at what was saved raises where an input has been overwritten.
+        return None, *Gradients.apply(ctx.call, dy, dstate, *ctx.saved_tensors)
+
+
+class Gradients(torch.autograd.Function):
+    """The gradients of rule's inputs, which have no derivatives themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, dy: Any, dstate: Any, *inputs: Any) -> tuple[Any, ...]:
+        ctx.name = call.p.name
+        views = (None if x is None else arrays.take(x.detach()) for x in (dy, dstate))
+        with call.space.current():
+            return tuple(back.backward(call, *views))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise TypeError(f"{ctx.name}_grad: second derivatives are not computed")

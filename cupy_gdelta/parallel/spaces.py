@@ -35,9 +35,11 @@ class Space:
         return self.like.device >= 0 and self.like.family == "torch"
 
     def current(self) -> Any:
-        """Make the device of CuPy's arrays the current one; torch knows it from its tensors."""
-        if self.like.device < 0 or self._torch:
+        """Make the device of CuPy's arrays the current one; compute in no dtype but that asked."""
+        if self.like.device < 0:
             return contextlib.nullcontext()
+        if self._torch:
+            return self.xp.autocast("cuda", enabled=False)
         return self.xp.cuda.Device(self.like.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> View:
