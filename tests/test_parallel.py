@@ -18,7 +18,7 @@ SMALL = ("zeros", "states", "packed", "alone", "repeatable", "layouts", "not_a_n
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_over_mpi(ranks):
-    names = (*SMALL, "lasting", "traffic")
+    names = (*SMALL, "lasting", "staging", "traffic")
     done = mpi(ranks, PROGRAM, "mpi", "numpy", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "".join(f"{name} passed\n" for name in names)
@@ -41,7 +41,7 @@ def test_torch_tensors_over_mpi(ranks):
 @pytest.mark.parametrize(("ranks", "array"), [(2, "numpy"), (3, "torch")])
 def test_over_torch_gloo(tmp_path, ranks, array):
     more = ("gradients", "differentiable") if array == "torch" else ()
-    for code, log in group(ranks, tmp_path, "gloo", array, *SMALL, "some", *more):
+    for code, log in group(ranks, tmp_path, "gloo", array, *SMALL, "some", "staging", *more):
         assert code == 0, log
 
 

@@ -48,26 +48,27 @@ def run(found: Call) -> tuple[Any, Any]:
 
 def agreed(name: str, rule: str, ends: Link, given: dict[str, Any]) -> Call:
     """The call, once all ranks have found it right; the same error on all ranks otherwise."""
-    p = None
+    p, own, differentiable = None, (0, 0), False
     try:
         p = _check(name, rule, ends, given)
         differentiable = any(_needs_grad(x) for x in given.values())
         if differentiable and p.out is not None:
             wanted = "out must be None where an input requires grad"
             raise ValueError(f"{name}: {wanted}; got {p.out.kind}")
-        record = _record(p, given["return_state"]) | {"differentiable": differentiable}
+        same = _common(p, given["return_state"]) | {"differentiable": differentiable}
+        own = p.T, int(p.initial_state is not None)
     except Exception as error:  # of any kind, for the other ranks are waiting
-        record = refusal(error)
-    records = agree(ends, name, record)
+        same = refusal(error)
+    numbers = agree(ends, name, same, own)
     assert p is not None
-    lengths, offsets = [x["T"] for x in records], p.cu_seqlens
+    offsets, lengths = p.cu_seqlens, numbers[:, 0]
     assert not isinstance(offsets, View)
-    if offsets is not None and offsets[-1] > sum(lengths):
+    if offsets is not None and offsets[-1] > lengths.sum():
         raise ValueError(
-            f"{name}: cu_seqlens must end at T = {sum(lengths)}, the tokens of all ranks, or "
+            f"{name}: cu_seqlens must end at T = {lengths.sum()}, the tokens of all ranks, or "
             f"before; got {offsets[-1]}"
         )
-    having = [r for r, x in enumerate(records) if x["initial_state"]]
+    having = np.flatnonzero(numbers[:, 1]).tolist()
     if having not in ([], [0], list(range(ends.size))):
         raise ValueError(
             f"{name}: initial_state must be given on rank 0, on all ranks or on none; "
@@ -127,19 +128,17 @@ def _host(offsets: Any) -> Any:
     return offsets if view.device < 0 else on_host(view.array)
 
 
-def _record(p: Problem, return_state: Any) -> dict[str, Any]:
-    """What the other ranks have to know of this one's part; see agree.SAME."""
+def _common(p: Problem, return_state: Any) -> dict[str, Any]:
+    """What must be the same on all ranks; see agree.SAME."""
     return {
         "function": p.name,
         "dtype": p.dtype,
         "B": p.B,
-        "T": p.T,
         "Hq": p.Hq,
         "H": p.H,
         "K": p.K,
         "V": p.V,
         "cu_seqlens": _summary(p.cu_seqlens),
-        "initial_state": p.initial_state is not None,
         "scale": p.scale,
         "qk_l2norm": p.qk_l2norm,
         "precision": p.precision,

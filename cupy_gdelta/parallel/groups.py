@@ -22,11 +22,12 @@ class GroupLink:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         backends = str(self.dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
         self.backends = dict(x.split(":") for x in backends.split(","))
+        self.nccl = self.backends.get("cuda") == "nccl"
 
     def refuses(self, v: View) -> str:
         if v.device < 0:
             return "" if "cpu" in self.backends else "on a GPU, for the group speaks nccl alone"
-        if self.backends.get("cuda") == "nccl" and v.device != self._device():
+        if self.nccl and v.device != self._device():
             return f"on CUDA device {self._device()}, that of the group in this process"
         return ""
 
@@ -86,7 +87,7 @@ class GroupLink:
         """A tensor for the group: over the memory of ``x`` where it can be, else on the host."""
         if isinstance(x, np.ndarray):
             return self.torch.from_numpy(x)
-        if self.backends.get("cuda") == "nccl":
+        if self.nccl:
             if isinstance(x, self.torch.Tensor):
                 return x
             return self.torch.as_tensor(x, device=f"cuda:{x.device.id}")
@@ -98,7 +99,7 @@ class GroupLink:
 
     def _on_stream(self, x: Any) -> Any:
         """Let nccl follow the stream of CuPy; torch's it follows by itself."""
-        if isinstance(x, (np.ndarray, self.torch.Tensor)):
+        if isinstance(x, (np.ndarray, self.torch.Tensor)) or not self.nccl:
             return contextlib.nullcontext()
         stream = sys.modules["cupy"].cuda.get_current_stream()
         foreign = self.torch.cuda.ExternalStream(stream.ptr, device=f"cuda:{x.device.id}")

@@ -6,7 +6,6 @@ come and go together, as one packed sequence does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,10 +82,9 @@ class Pieces:
         return ranks
 
 
-def share(lengths: Sequence[int], batch: int, offsets: np.ndarray | None) -> Pieces:
+def share(lengths: np.ndarray, batch: int, offsets: np.ndarray | None) -> Pieces:
     """``lengths`` tokens on each rank; ``offsets`` of all sequences of the whole, None: a batch."""
-    tokens = np.asarray(lengths, np.int64)
-    ranks = np.arange(len(tokens))
+    tokens, ranks = lengths, np.arange(len(lengths))
     stops = np.cumsum(tokens)
     starts = stops - tokens
     filled = tokens > 0
