@@ -220,10 +220,10 @@ def zeros(world: World) -> None:
 def states(world: World) -> None:
     """T01, C03, Z01: the state where pieces are short or empty; None and zeros are the same."""
     rng = np.random.default_rng(2)
-    for rule, T in itertools.product(RULES, (0, 1, 2, 33, 65)):
-        problem = accuracy.inputs(rng, T=T, H=2, Hq=1, K=4, V=3, gate="0.2")
+    for rule, T, H in itertools.product(RULES, (0, 1, 2, 33, 65), (0, 2)):
+        problem = accuracy.inputs(rng, T=T, H=H, Hq=H // 2, K=4, V=3, gate="0.2")
         first = [0] + [T] * world.size  # all on the first rank, then on the last one
-        initial = rng.standard_normal((1, 2, 4, 3))
+        initial = rng.standard_normal((1, H, 4, 3))
         for where in (first, [0] * world.size + [T], world.even(T)):
             world.check(rule, problem, "float32", where, initial_state=initial, everywhere=True)
             y, state = world.check(rule, problem, "float32", where)
@@ -507,6 +507,37 @@ def differentiable(world: World) -> None:
             loss.backward()
 
 
+def subgroup(world: World) -> None:
+    """Some of the ranks, in another order for MPI; the others are no part of it."""
+    if world.engine == "mpi":
+        inside = world.rank > 0 or world.size == 1
+        comm = world.comm.Split(int(inside), -world.rank)
+        rank, size = comm.rank, comm.size
+    else:
+        dist = sys.modules["torch"].distributed
+        comm = dist.new_group(list(range(1, world.size)))
+        rank, size = world.rank - 1, world.size - 1
+        inside = rank >= 0
+    problem = accuracy.inputs(np.random.default_rng(12), T=90, gate="0.9995")
+    for rule in RULES:
+        arrays = world.family.arrays(problem, "float32")
+        expected, state = REFERENCE[rule](**{n: host(x) for n, x in arrays.items()})
+        if not inside and world.engine != "mpi":
+            with pytest.raises(TypeError, match="comm must be a communicator"):
+                PARALLEL[rule](**arrays, comm=comm)
+            continue
+        a, b = (90 * r // size for r in (rank, rank + 1))
+        piece = {n: x[:, a:b] for n, x in arrays.items()}
+        y, found = PARALLEL[rule](**piece, comm=comm, return_state="all")
+        tolerance = accuracy.TOLERANCE[rule, "float32"]
+        assert_close(y, expected[:, a:b], tolerance, f"{rule} y")
+        assert_close(found, state, tolerance, f"{rule} state")
+    if world.engine == "mpi" and world.size > 1:
+        between = comm.Create_intercomm(0, world.comm, 0 if inside else world.size - 1)
+        with pytest.raises(TypeError, match="must be an intracommunicator"):
+            PARALLEL["linear"](**arrays, comm=between)
+
+
 class OnDevice:
     """Stands for a CuPy array of bytes, which an engine without CUDA cannot read."""
 
@@ -598,6 +629,7 @@ TESTS = {
     "refusals": refusals,
     "gradients": gradients,
     "differentiable": differentiable,
+    "subgroup": subgroup,
     "staging": staging,
     "traffic": traffic,
     "death": death,

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import python
 from launch import ENVIRONMENT, PROGRAM, group, mpi
 
 from cupy_gdelta import parallel
@@ -18,7 +19,7 @@ SMALL = ("zeros", "states", "packed", "alone", "repeatable", "layouts", "not_a_n
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_over_mpi(ranks):
-    names = (*SMALL, "lasting", "staging", "traffic")
+    names = (*SMALL, "lasting", "subgroup", "staging", "traffic")
     done = mpi(ranks, PROGRAM, "mpi", "numpy", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "".join(f"{name} passed\n" for name in names)
@@ -41,7 +42,9 @@ def test_torch_tensors_over_mpi(ranks):
 @pytest.mark.parametrize(("ranks", "array"), [(2, "numpy"), (3, "torch")])
 def test_over_torch_gloo(tmp_path, ranks, array):
     more = ("gradients", "differentiable") if array == "torch" else ()
-    for code, log in group(ranks, tmp_path, "gloo", array, *SMALL, "some", "staging", *more):
+    for code, log in group(
+        ranks, tmp_path, "gloo", array, *SMALL, "some", "subgroup", "staging", *more
+    ):
         assert code == 0, log
 
 
@@ -94,6 +97,20 @@ def test_the_torch_benchmark():
     assert lines[0].startswith("2 ranks, CPU, gloo")
     assert [line.split()[:2] for line in lines[2:]] == [["delta", "decaying"], ["delta", "lasting"]]
     assert all("1 messages" in line and "efficiency" in line for line in lines[2:])
+
+
+def test_no_engine_is_imported():
+    code = """
+        import sys
+        for name in ("cupy", "mpi4py", "torch"):
+            sys.modules[name] = None
+        import cupy_gdelta.parallel
+        try:
+            cupy_gdelta.parallel.gated_delta_rule(None, None, None, comm=object())
+        except TypeError as error:
+            print(error)
+    """
+    assert "comm must be a communicator of mpi4py or a process group" in python(code)
 
 
 def test_a_comm_that_is_none():
