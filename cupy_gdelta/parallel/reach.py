@@ -34,7 +34,8 @@ def reach(p: Problem, space: Space, entering: int) -> tuple[int, bool]:
     while at < entering:
         stop = min(at + step, entering)
         sums = _sums(_logs(p, space, at, stop), space)  # [B, blocks, H]
-        total = total[:, None] + np.cumsum(sums, axis=1)
+        with np.errstate(invalid="ignore"):  # a gate of 0 and one of infinity
+            total = total[:, None] + np.cumsum(sums, axis=1)
         low = np.minimum.accumulate(np.concatenate([low[:, None], total], axis=1), axis=1)
         gone = np.flatnonzero(low.max((0, 2)) < limit)
         if gone.size:
