@@ -15,6 +15,8 @@ PROGRAM = str(Path(__file__).with_name("ranks.py"))
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path]),
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",  # Open MPI refuses it otherwise; containers run as root
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 LIMIT = 240  # seconds
 

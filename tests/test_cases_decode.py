@@ -174,9 +174,11 @@ S03 = """
     from compare import host
     from conftest import Family
     import test_cases_decode as cases
+    from cupy_gdelta import accuracy
 
     family = Family({family!r})
     rng = np.random.default_rng(0)
+    rounded = {{"float64": 1e-13, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}}
     for dtype, kept, K, V, shift in [(*d, *s)
                                      for d in (("float16", "float16"), ("bfloat16", "float32"),
                                                ("float32", "bfloat16"), ("float64", "float64"))
@@ -192,8 +194,9 @@ S03 = """
         for rule in cases.STEPS:
             plain = family.array(host(state), kept)
             y = cases.walk(rule, views, state)
-            assert np.array_equal(cases.walk(rule, views, plain), y)
-            assert np.array_equal(host(plain), host(state))
+            other = max(rounded[dtype], rounded[kept])  # loads of another width, other sums
+            assert accuracy.error(cases.walk(rule, views, plain), y) <= other
+            assert accuracy.error(host(plain), host(state)) <= other
             assert np.isfinite(y).all()
     print("right")
 """

@@ -233,7 +233,7 @@ def test_states_are_updated_in_the_callers_memory(family, rule, layout, kept, rn
         assert np.array_equal(back, around), "written beside the state"
     plain = family.array(before, kept)
     STEPS[rule](**x, state=plain)
-    assert np.array_equal(host(plain), host(state))
+    assert_close(plain, host(state), 1e-6 if kept == "float32" else 8e-3, "another layout")
 
 
 @RULES
