@@ -28,13 +28,24 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
         f"set CUPY_CACHE_DIR to a folder that can be written"
     ) from error
 
-from . import linear, linear_sm90, plan, recurrent, recurrent_grad, repeat, step, tensormap
+from . import (
+    linear,
+    linear32,
+    linear_sm90,
+    plan,
+    recurrent,
+    recurrent_grad,
+    repeat,
+    step,
+    tensormap,
+)
 
 __all__ = [
     "advance",
     "backward",
     "forward",
     "linear",
+    "linear32",
     "linear_sm90",
     "plan",
     "recurrent",
@@ -69,6 +80,7 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             p.log_gate,
             shared_limit,
             hopper and all(tensormap.fits(x) for x in (q, k, v, target)),
+            p.precision,
         )
         given = p.initial_state
         if given is not None and chosen.kernel == "linear_sm90":
@@ -145,6 +157,7 @@ def _offsets(p: Problem) -> tuple[View | None, int]:
 _LAUNCH = {
     "recurrent": recurrent.launch,
     "linear": linear.launch,
+    "linear32": linear32.launch,
     "linear_sm90": linear_sm90.launch,
 }
 

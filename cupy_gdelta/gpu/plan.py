@@ -11,8 +11,9 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
-from . import chunks, grad_tiles, warpgroups
+from . import chunks, chunks32, grad_tiles, warpgroups
 from .chunks import ChunkTile
+from .chunks32 import Tile32
 from .grad_tiles import GradTile
 from .warpgroups import WarpgroupTile
 
@@ -52,7 +53,7 @@ class Plan:
 
     kernel: str
     sums: str  # dtype that sums are made in
-    tile: Tile | ChunkTile | WarpgroupTile | GradTile
+    tile: Tile | ChunkTile | Tile32 | WarpgroupTile | GradTile
     reason: str
 
 
@@ -81,6 +82,7 @@ def choose(
     log_gate: bool = False,
     shared_limit: int = SHARED_LIMIT,
     copied: bool = False,
+    precision: str = "highest",
 ) -> Plan:
     """Plan for ``items`` = N * H independent recurrences of at most T tokens.
 
@@ -96,6 +98,11 @@ def choose(
         tile = chunks.best_tile(T, items, K, V, multiprocessors, aligned == 16, shared_limit)
         if tile is not None:
             return Plan("linear", "float32", tile, f"chunks on tensor cores, {tile.reason}")
+    if rule == "linear" and dtype == "float32":
+        sizes = (T, items, K, V, multiprocessors)
+        split = chunks32.best_tile(*sizes, aligned == 16, precision, shared_limit)
+        if split is not None:
+            return Plan("linear32", "float32", split, f"chunks on tensor cores, {split.reason}")
     made_in, why = sums(dtype, T, log_gate)
     return _choose(rule, dtype, made_in, why, items, K, V, multiprocessors, aligned)
 

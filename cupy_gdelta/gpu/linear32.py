@@ -1,0 +1,72 @@
+"""Launches cuda/linear32.cu: the linear rule in chunks on tensor cores, for float32."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import View
+from ..problem import Problem
+from . import call, loader
+from .chunks32 import Tile32
+from .plan import Plan
+
+PIECES = struct.Struct("=2Q q 2i")  # PieceArgs of cuda/linear32.cu
+SCAN_THREADS = 256
+
+
+@functools.lru_cache(maxsize=4096)
+def expression(tile: Tile32, output: bool) -> str:
+    """The template instantiation for a tile, as NVRTC is asked for it."""
+    sizes = (tile.K, tile.V, tile.cols, tile.steps, tile.stages, tile.out_rows, tile.out_cols)
+    split = (tile.state_rows, tile.state_cols, tile.copy_warps, tile.decay_warps)
+    kind = (tile.products, tile.wide, str(output).lower())
+    return f"linear32<{', '.join(map(str, (*sizes, *split, *kind)))}>"
+
+
+def pieces(tile: Tile32, states: int, decays: int) -> np.ndarray:
+    """The kernels' second argument, laid out as PieceArgs."""
+    packed = PIECES.pack(states, decays, tile.piece_size, tile.pieces, 0)
+    return np.frombuffer(packed, np.dtype((np.void, PIECES.size)))
+
+
+def workspace(tile: Tile32, size: int, heads: int) -> tuple[int, int]:
+    """Bytes for the states and decays of pieces, and where the decays begin."""
+    decays = -(-4 * tile.pieces * size // 8) * 8
+    return decays + 8 * tile.pieces * heads, decays
+
+
+def launch(
+    p: Problem, plan: Plan, y: View, state: View | None, offsets: View | None
+) -> View | None:
+    """Run on the current stream of the current device, which must be the arrays' own.
+
+    Returns the workspace, where sequences are cut into pieces: their states and decays.
+    """
+    tile, device, space = plan.tile, p.v.device, None
+    assert isinstance(tile, Tile32)
+    args = call.arguments(p, y, state, offsets)
+    items = p.N * p.H * tile.col_blocks
+    cut = pieces(tile, 0, 0)
+    if tile.pieces > 1:
+        size = p.N * p.H * p.K * p.V
+        total, decays = workspace(tile, size, p.N * p.H)
+        space = arrays.empty(p.v, (total // 4,), "float32")
+        cut = pieces(tile, space.ptr, space.ptr + decays)
+        name = expression(tile, False)
+        blocks = items * (tile.pieces - 1)
+        _run(name, blocks, tile.state_threads, tile.state_bytes, (args, cut), device)
+        sizes = (np.int64(p.K), np.int64(p.V))
+        _run("scan_pieces", -(-size // SCAN_THREADS), SCAN_THREADS, 0, (args, cut, *sizes), device)
+    name = expression(tile, True)
+    _run(name, items * tile.pieces, tile.threads, tile.shared_bytes, (args, cut), device)
+    return space
+
+
+def _run(name: str, blocks: int, threads: int, shared: int, args: tuple, device: int) -> None:
+    kernel: Any = loader.kernel("linear32", name, device, shared)
+    kernel((blocks,), (threads,), args, shared_mem=shared)

@@ -1,0 +1,144 @@
+"""cuda/linear32.cu: the chunked linear rule in float32, on the CPU with every access followed, and
+on a GPU.
+
+The GPU tests named test_case_* are small enough for compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compare import assert_close, check
+from conftest import Family
+from host import simt
+
+from cupy_gdelta import accuracy
+
+pytest.importorskip("cupy", reason="CuPy cannot be imported")
+from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+
+from cupy_gdelta.gpu import chunks32, linear32, loader, plan
+
+SOURCE = loader.folder() / "linear32.cu"
+EVERY_PRODUCTS = ("kThree", "kMixed", "kOne")
+
+
+@dataclass(frozen=True)
+class Case:
+    K: int
+    V: int
+    T: int = 150
+    B: int = 1
+    H: int = 2
+    Hq: int = 2
+    wide: int = 4
+    pieces: int = 1
+    products: str = "kThree"
+    gate: str = "zeros among"
+    log: bool = False
+    tile_options: dict = field(default_factory=dict, hash=False)
+    options: dict = field(default_factory=dict, hash=False)
+    rule: str = "linear"
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.K}x{self.V}-T{self.T}-{self.gate}-{self.products}-pieces{self.pieces}"
+
+    @property
+    def tile(self) -> chunks32.Tile32:
+        wide = self.wide == 4
+        tile = chunks32.best_tile(
+            1000, 1000, self.K, self.V, 132, wide, "highest", plan.SHARED_LIMIT
+        )
+        assert tile is not None
+        size = -(-(-(-self.T // 32)) // self.pieces) * 32
+        tile = replace(tile, products=self.products, **self.tile_options)
+        return replace(tile, pieces=self.pieces, piece_size=size)
+
+    @property
+    def expressions(self) -> list[str]:
+        output = linear32.expression(self.tile, True)
+        if self.pieces == 1:
+            return [output]
+        return [linear32.expression(self.tile, False), "scan_pieces", output]
+
+    def inputs(self, rng: np.random.Generator, family: Family) -> dict:
+        x = random_inputs(self, rng, family)
+        if self.log:
+            x["log_gate"] = -0.01 * abs(x.pop("gate"))
+        return x
+
+    def verify(self, x: dict, y, state, what: str) -> None:
+        """At the tolerance of the products."""
+        dtype = "tf32" if self.products == "kOne" else self.dtype
+        verify(replace(self, dtype=dtype), x, y, state, what)
+
+
+ONE_BLOCK = {"out_rows": 16}
+CASES = [
+    Case(64, 64),
+    Case(24, 24),
+    Case(24, 24, T=300, gate="random", products="kOne", Hq=1),
+    Case(64, 64, T=100, gate="0.9995", products="kOne", log=True),
+    Case(64, 64, T=0),
+    Case(24, 40, T=1, gate="one"),
+    Case(64, 64, T=64, gate="zero", products="kMixed"),
+    Case(64, 32, T=129, gate="negative", tile_options=ONE_BLOCK | {"out_cols": 16}),
+    Case(128, 128, T=129, gate="negative", Hq=1),
+    Case(16, 16, T=63, gate="0.2", B=3),
+    Case(40, 17, wide=1, gate="1e-37", tile_options={"steps": 1, "stages": 3}),
+    Case(1, 3, T=65, wide=1, pieces=2, gate="0.9995", log=True),
+    Case(33, 70, T=300, wide=1, pieces=3, gate="random", products="kMixed"),
+    Case(64, 64, T=300, pieces=2, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),
+    Case(96, 256, T=100, Hq=1, gate="negative", tile_options=ONE_BLOCK),
+    Case(24, 24, T=200, H=1, Hq=1, tile_options=ONE_BLOCK | {"steps": 2, "stages": 5}),
+]
+
+
+def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.ndarray, np.ndarray]:
+    """Launch on NumPy arrays as gpu.linear32.launch does on CuPy's."""
+    p, y, state, call, reads, writes = on_host(case, x)
+    tile, size = case.tile, p.N * p.H * p.K * p.V
+    total, decays = linear32.workspace(tile, size, p.N * p.H)
+    space = np.full(total // 8, np.nan)
+    at = space.ctypes.data
+    args = [call, linear32.pieces(tile, at, at + decays)[0]]
+    how |= {"reads": reads, "writes": writes | {"space": space}}
+    items = p.N * p.H * tile.col_blocks
+    *states, output = case.expressions
+    if states:
+        blocks = items * (tile.pieces - 1)
+        kernels.launch(states[0], blocks, tile.state_threads, tile.state_bytes, args, **how)
+        kernels.launch(states[1], 2, 256, 0, [*args, np.int64(p.K), np.int64(p.V)], **how)
+    kernels.launch(output, items * tile.pieces, tile.threads, tile.shared_bytes, args, **how)
+    return y, state
+
+
+@pytest.fixture(scope="module")
+def kernels() -> simt.Kernels:
+    return simt.Kernels(SOURCE, list(dict.fromkeys(e for case in CASES for e in case.expressions)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_the_cpu_in_every_order(case, kernels, rng):
+    x = case.inputs(rng, Family("numpy"))
+    first = None
+    for order in simt.ORDERS:
+        y, state = run_on_host(kernels, case, x, order=order)
+        case.verify(x, y, state, f"order {order}")
+        bits = y.tobytes() + state.tobytes()
+        assert first in (None, bits), "the order of threads shows in the result"
+        first = bits
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_race_and_no_stray_access(case, kernels, rng):
+    x = case.inputs(rng, Family("numpy"))
+    y, state = run_on_host(kernels, case, x, check=True)
+    case.verify(x, y, state, "checked")
