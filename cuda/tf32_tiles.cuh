@@ -166,6 +166,32 @@ struct StateTiles {
   // S <- whole S + sum_j to_end_j k_j v_j^T for rows from row0 and columns from col0.
   __device__ __forceinline__ void advance(const float* k, const float* v, int row0, int col0,
                                           const Decay& decay, int lane) {
+    if (decay.wild)
+      advance_by<true>(k, v, row0, col0, decay, lane);
+    else
+      advance_by<false>(k, v, row0, col0, decay, lane);
+  }
+
+  // Rows of K side by side, one row of shared memory for each column of V.
+  __device__ __forceinline__ void publish(float* to, int row0, int col0, int lane) const {
+    float* at[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      at[i] = to + place<kKeyRow>(col0 + lane / 4, (row0 / 8 ^ i) * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int m = 0; m < kTilesDown; m++)
+#pragma unroll
+      for (int n = 0; n < kTilesAcross; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          *reinterpret_cast<float2*>(at[n % 4] + (m * 16 + half * 8) * kKeyRow + n / 4 * 32) = {
+              x[m][n][2 * half], x[m][n][2 * half + 1]};
+  }
+
+ private:
+  template <bool kWild>
+  __device__ __forceinline__ void advance_by(const float* k, const float* v, int row0, int col0,
+                                             const Decay& decay, int lane) {
     const float whole = decay.whole, rest = decay.whole_rest;
     const Columns<kKeyRow> keys(k, row0 / 8, lane);
     const Columns<kValueRow> values(v, col0 / 8, lane);
@@ -175,7 +201,7 @@ struct StateTiles {
       for (int n = 0; n < kTilesAcross; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) carry[m][n][i] = whole * carry[m][n][i] + rest * x[m][n][i];
-#pragma unroll
+#pragma unroll(kWild ? 1 : kChunk / kBlock)
     for (int block = 0; block < kChunk / kBlock; block++) {
       Four<kProducts> left[kTilesDown][2];
       float w[4];
@@ -189,10 +215,7 @@ struct StateTiles {
           float vt[4];
           values.load(vt, 2 * m + half, block);
 #pragma unroll
-          for (int i = 0; i < 4; i++) vt[i] *= w[i];
-          if (decay.wild)
-#pragma unroll
-            for (int i = 0; i < 4; i++) vt[i] = bounded(vt[i]);
+          for (int i = 0; i < 4; i++) vt[i] = times<kWild>(vt[i], w[i]);
           left[m][half].set(vt);
         }
 #pragma unroll
@@ -218,22 +241,6 @@ struct StateTiles {
           carry[m][n][i] = fmaf(whole, before, -after) + added;
           x[m][n][i] = after;
         }
-  }
-
-  // Rows of K side by side, one row of shared memory for each column of V.
-  __device__ __forceinline__ void publish(float* to, int row0, int col0, int lane) const {
-    float* at[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      at[i] = to + place<kKeyRow>(col0 + lane / 4, (row0 / 8 ^ i) * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int m = 0; m < kTilesDown; m++)
-#pragma unroll
-      for (int n = 0; n < kTilesAcross; n++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          *reinterpret_cast<float2*>(at[n % 4] + (m * 16 + half * 8) * kKeyRow + n / 4 * 32) = {
-              x[m][n][2 * half], x[m][n][2 * half + 1]};
   }
 };
 
@@ -261,7 +268,6 @@ struct OutTiles {
     constexpr int kScoreTiles = 2 * (kFirst + kTilesDown);  // of 8 keys, at most
     const Rows<kKeyRow> queries(q + kFirst * kBlock * kKeyRow, lane), keys(k, lane);
     const Rows<kKeyRow> states(state + col0 * kKeyRow, lane);
-    const Columns<kValueRow> values(v, col0 / 8, lane);
     float scores[kTilesDown][kScoreTiles][4] = {};
 #pragma unroll
     for (int m = 0; m < kTilesDown; m++)
@@ -298,14 +304,11 @@ struct OutTiles {
 #pragma unroll
         for (int i = 0; i < 4; i++)
           y[m][n][i] *= decay.from_start[(kFirst + m) * kBlock + lane / 4 + i / 2 * 8];
-#pragma unroll
-    for (int m = 0; m < kTilesDown; m++)
-#pragma unroll
-      for (int n = 0; n < 2 * (kFirst + m + 1); n++)
-        if (decay.wild)
-          weigh<true>(scores[m][n], decay, kFirst + m, n, lane);
-        else
-          weigh<false>(scores[m][n], decay, kFirst + m, n, lane);
+    if (decay.wild)
+      weigh_all<true, kFirst>(scores, decay, lane);
+    else
+      weigh_all<false, kFirst>(scores, decay, lane);
+    const Columns<kValueRow> values(v, col0 / 8, lane);
 #pragma unroll
     for (int block = 0; block < kFirst + kTilesDown; block++) {
       Four<kProducts> left[kTilesDown][2];
@@ -331,6 +334,16 @@ struct OutTiles {
         add_products(y, left, right, first, [=](int m) { return block <= kFirst + m; });
       }
     }
+  }
+
+  template <bool kWild, int kFirst, int kScoreTiles>
+  static __device__ __forceinline__ void weigh_all(float (&scores)[kTilesDown][kScoreTiles][4],
+                                                   const Decay& decay, int lane) {
+#pragma unroll
+    for (int m = 0; m < kTilesDown; m++)
+#pragma unroll
+      for (int n = 0; n < 2 * (kFirst + m + 1); n++)
+        weigh<kWild>(scores[m][n], decay, kFirst + m, n, lane);
   }
 
   // Scores of a block of queries with 8 keys, times their decays.

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 CHUNK = 32  # tokens
 MAX_K = 128
+MAX_T = 2**30  # tokens are counted in 32 bits
 SHORTEST, SHORTEST_SMALL, SMALL = 128, 256, 2048  # tokens; for states of fewer numbers than SMALL
 PIECE_CHUNKS = 16  # a piece has at least so many chunks, to be worth its state
 DECAY_BYTES = 4 * (2 * 32 + 2 * 16 + 2 * 16 * 20 + 4)  # sizeof(Decay)
+ITEM_BYTES = 7 * 8 + 6 * 4  # sizeof(Item)
 PRODUCTS = {"highest": "kThree", "tf32": "kOne"}
 
 
@@ -81,7 +83,8 @@ class Tile32:
 
     def _bytes(self, key_rows: int) -> int:
         stage = CHUNK * (key_rows * self._key_row + -(-self.cols // 32) * 32)
-        return self.stages * (4 * stage + DECAY_BYTES) + 3 * self.steps * 2 * CHUNK * 4
+        gates = 3 * self.steps * 2 * CHUNK
+        return self.stages * (4 * stage + DECAY_BYTES) + 4 * gates + ITEM_BYTES
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,7 +102,7 @@ def best_tile(
 
     Heads that are too few to fill the chip are cut along T, into pieces that fill one wave.
     """
-    if K > MAX_K or T < (SHORTEST if K * V >= SMALL else SHORTEST_SMALL):
+    if K > MAX_K or T > MAX_T or T < (SHORTEST if K * V >= SMALL else SHORTEST_SMALL):
         return None
     wide = 4 if aligned and K % 4 == 0 and V % 4 == 0 else 1
     for tile in shapes(K, V, PRODUCTS[precision], wide):
@@ -113,12 +116,14 @@ def best_tile(
 def shapes(K: int, V: int, products: str, wide: int) -> list[Tile32]:
     """Tiles for a head, the better ones first: many chunks a barrier, then copies far ahead."""
     small = K <= 32 and V <= 32
-    cols = 32 if V <= 32 else 64
-    out = 32, min(32, -(-V // 8) * 8)
+    cols = 64 if K <= 64 and V > 32 else 32
+    width = min(32, -(-V // 8) * 8)  # of what one warp puts out, and keeps
     state = (16, 16) if small else (32, 32)
     helpers = (2, 2) if small else (2, 1)
-    return [
-        Tile32(K, V, cols, n, 3 * n - 1 + ahead, *out, *state, *helpers, products, wide)
-        for n in ((4, 2, 1) if small else (2, 1))
-        for ahead in (2, 1, 0)
-    ]
+    found = []
+    for steps in (4, 2, 1) if small else (2, 1) if K <= 64 else (1,):
+        out = (32, width) if steps > 1 else (16, width if K <= 64 else min(16, width))
+        for stages in range(3 * steps + 1, 3 * steps - 2, -1):
+            sizes = (K, V, cols, steps, stages)
+            found.append(Tile32(*sizes, *out, *state, *helpers, products, wide))
+    return found
