@@ -16,6 +16,7 @@ pytest.importorskip("cupy")
 
 from cupy_gdelta.gpu import (  # noqa: E402
     linear,
+    linear32,
     linear_sm90,
     loader,
     plan,
@@ -47,12 +48,21 @@ MANY = {
 
 
 def instantiations(
-    shapes, dtypes, tokens, items, multiprocessors, aligned, normalise, arch
+    shapes,
+    dtypes,
+    tokens,
+    items,
+    multiprocessors,
+    aligned,
+    normalise,
+    arch,
+    precision="highest",
 ) -> dict[str, list[str]]:
     """Every instantiation that is chosen for some of these problems, by the stem of its file."""
     found: dict[str, set[str]] = {
         "recurrent": set(),
         "linear": {"scan_pieces"},
+        "linear32": {"scan_pieces"},
         "linear_sm90": set(),
         "recurrent_grad": set(),
         "step": set(),
@@ -63,12 +73,14 @@ def instantiations(
         shapes, dtypes, tokens, items, multiprocessors, aligned, recurrent.RULES, engines
     ):
         sizes = (rule, dtype, T, n, K, V, sms, bytes_)
-        chosen = plan.choose(*sizes, shared_limit=shared, copied=copied)
+        chosen = plan.choose(*sizes, shared_limit=shared, copied=copied, precision=precision)
         if chosen.kernel == "linear_sm90":
             tiles = [replace(chosen.tile, pieces=pieces) for pieces in (1, 2)]
             expressions = [linear_sm90.expression(tile) for tile in tiles]
         elif chosen.kernel == "linear":
             expressions = [linear.expression(K, V, chosen.tile, output) for output in (True, False)]
+        elif chosen.kernel == "linear32":
+            expressions = [linear32.expression(chosen.tile, output) for output in (True, False)]
         else:
             expressions = [
                 recurrent.expression(rule, dtype, chosen.sums, unit, K, V, chosen.tile)
@@ -111,6 +123,16 @@ def assert_in_registers(instantiations: dict[str, list[str]], arch: str) -> None
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
 def test_chosen_kernels_stay_in_registers(arch):
     assert_in_registers(instantiations(**FEW, normalise=[True], arch=arch), arch)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+def test_chunks_of_float32_stay_in_registers(arch):
+    tokens = dict(tokens=[4096], normalise=[False], arch=arch)
+    for shapes, precision in (([(24, 24), (64, 64)], "highest"), ([(64, 64)], "tf32")):
+        sizes = {"shapes": shapes, "dtypes": ["float32"], "precision": precision}
+        found = instantiations(**FEW | sizes | tokens)
+        assert_in_registers({"linear32": found["linear32"]}, arch)
 
 
 @pytest.mark.slow

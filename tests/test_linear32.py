@@ -6,13 +6,11 @@ The GPU tests named test_case_* are small enough for compute-sanitizer.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from compare import assert_close, check
+from compare import check
 from conftest import Family
 from host import simt
 
@@ -55,7 +53,8 @@ class Case:
             1000, 1000, self.K, self.V, 132, wide, "highest", plan.SHARED_LIMIT
         )
         assert tile is not None
-        size = -(-(-(-self.T // 32)) // self.pieces) * 32
+        chunk_count = (self.T + 31) // 32
+        size = -(-chunk_count // self.pieces) * 32
         tile = replace(tile, products=self.products, **self.tile_options)
         return replace(tile, pieces=self.pieces, piece_size=size)
 
@@ -142,3 +141,60 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     x = case.inputs(rng, Family("numpy"))
     y, state = run_on_host(kernels, case, x, check=True)
     case.verify(x, y, state, "checked")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case_on_a_gpu(case, rng):
+    x = case.inputs(rng, Family("cupy"))
+    y, state = launch_on_gpu(case, x)
+    case.verify(x, y, state, "on a GPU")
+    for _ in range(20):
+        again = launch_on_gpu(case, x)
+        assert (again[0] == y).all(), "other bits"
+        assert (again[1] == state).all(), "other bits"
+
+
+def launch_on_gpu(case: Case, x: dict) -> tuple:
+    p, y, state = pose(case, x)
+    linear32.launch(p, plan.Plan("linear32", "float32", case.tile, ""), y, state, device_offsets(p))
+    return y.owner, state.owner
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["highest", "tf32"])
+@pytest.mark.parametrize(("T", "H"), [(256, 300), (1000, 1), (5000, 2), (300, 100)])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (24, 24), (48, 48), (100, 30)])
+def test_the_public_function_runs_it(T, H, K, V, precision, rng):
+    from cupy_gdelta import gated_linear_attention
+
+    x = Family("cupy").arrays(accuracy.inputs(rng, T=T, H=H, K=K, V=V), "float32")
+    chosen = plan.choose("linear", "float32", T, H, K, V, 132, precision=precision)
+    assert chosen.kernel == "linear32"
+    dtype = "tf32" if precision == "tf32" else "float32"
+    tolerance = accuracy.TOLERANCE["linear", dtype]
+    check("linear", gated_linear_attention, x, "float32", tolerance=tolerance, precision=precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["one", "0.9995", "0.95", "log"])
+@pytest.mark.parametrize(("H", "D"), [(1, 4), (200, 4), (200, 24), (200, 64)])
+def test_errors_of_data_of_one_sign_do_not_add_up(gate, H, D, rng):
+    """Numbers that repeat: roundings are equal too, and nothing averages them out."""
+    from cupy_gdelta import gated_linear_attention
+
+    T = 16384
+    numbers = 0.5 + rng.random((5, 1, 1, H, D))
+    q, k, v, beta, g = np.broadcast_to(numbers, (5, 1, T, H, D))
+    x = {"q": q / D, "k": k, "v": v, "beta": beta[..., 0] / 100}
+    if gate == "log":
+        x["log_gate"] = -1e-3 * g[..., 0]
+    else:
+        x["gate"] = np.full((1, T, H), {"one": 1.0}.get(gate) or float(gate))
+    x = Family("cupy").arrays(x, "float32")
+    y, state = gated_linear_attention(**x, return_state=True)
+    few = sorted({0, H // 2, H - 1})  # heads compared, one by one: none may err more than allowed
+    for h in few:
+        mine = {n: a[:, :, h : h + 1] for n, a in x.items()}
+        got = y[:, :, h : h + 1], state[:, h : h + 1]
+        check("linear", lambda got=got, **_: got, mine, "float32", what=f"head {h}")

@@ -109,7 +109,7 @@ CASES = [
     Case("delta", "bfloat16", 128, 100, T=33, H=1, Hq=1, options={"scale": 0.3}),
     Case("linear", "float16", 256, 3, T=9, H=1, Hq=1),
     Case("delta", "float32", 24, 24, T=90, options={"cu_seqlens": [0, 5, 5, 70, 71]}),
-    Case("linear", "float32", 8, 8, T=300, prepare=logarithms),
+    Case("linear", "float32", 8, 8, T=200, prepare=logarithms),
     Case("delta", "bfloat16", 24, 16, prepare=lambda x: logarithms(narrow(x))),
     Case("delta", "float16", 16, 40, prepare=narrow),
     Case("linear", "float64", 24, 24, prepare=absent),

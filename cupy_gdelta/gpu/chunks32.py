@@ -102,7 +102,7 @@ def best_tile(
 
     Heads that are too few to fill the chip are cut along T, into pieces that fill one wave.
     """
-    if K > MAX_K or T > MAX_T or T < (SHORTEST if K * V >= SMALL else SHORTEST_SMALL):
+    if K > MAX_K or T > MAX_T or (SHORTEST if K * V >= SMALL else SHORTEST_SMALL) > T:
         return None
     wide = 4 if aligned and K % 4 == 0 and V % 4 == 0 else 1
     for tile in shapes(K, V, PRODUCTS[precision], wide):
