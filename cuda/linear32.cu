@@ -64,6 +64,7 @@ struct Shape {
   static_assert(kColParts * kOutCols <= kStateColParts * kStateCols, "outputs need states");
   static_assert(kStateColParts * kStateCols <= kValueRow, "values are padded with zeros so far");
   static_assert(kStateRowParts * kStateRows <= kKeyRow, "keys are padded with zeros so far");
+  static_assert(kDecayWarps <= kSteps, "each writes gates of its own, whatever the others do");
   static_assert(kAhead >= 0, "chunks of outputs, states and copies lie side by side");
 };
 

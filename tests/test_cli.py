@@ -52,7 +52,7 @@ def python(*arguments, **options):
         (["check", "--device", "tpu"], "tpu"),
         (["info", "more"], "more"),
         (["run"], "the following arguments are required: NAME\n"),
-        (["run", "nothing"], "there is no example nothing; there are forecast, recall"),
+        (["run", "nothing"], "there is no example nothing; there are forecast, long_sequence"),
         (["run", "recall", "--mots", "3"], "--mots"),
         (["run", "recall", "--most", "300"], "--most must be from 1 to 256"),
         (["run", "recall", "--plot", "no/where.png"], "no/where.png cannot be written"),

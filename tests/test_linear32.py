@@ -77,6 +77,7 @@ class Case:
         verify(replace(self, dtype=dtype), x, y, state, what)
 
 
+TWO_STEPS = {"steps": 2, "stages": 5, "decay_warps": 2}
 ONE_BLOCK = {"out_rows": 16}
 CASES = [
     Case(64, 64),
@@ -89,12 +90,19 @@ CASES = [
     Case(64, 32, T=129, gate="negative", tile_options=ONE_BLOCK | {"out_cols": 16}),
     Case(128, 128, T=129, gate="negative", Hq=1),
     Case(16, 16, T=63, gate="0.2", B=3),
-    Case(40, 17, wide=1, gate="1e-37", tile_options={"steps": 1, "stages": 3}),
+    Case(40, 17, wide=1, gate="1e-37", tile_options={"steps": 1, "stages": 3, "decay_warps": 1}),
     Case(1, 3, T=65, wide=1, pieces=2, gate="0.9995", log=True),
     Case(33, 70, T=300, wide=1, pieces=3, gate="random", products="kMixed"),
     Case(64, 64, T=300, pieces=2, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),
     Case(96, 256, T=100, Hq=1, gate="negative", tile_options=ONE_BLOCK),
-    Case(24, 24, T=200, H=1, Hq=1, tile_options=ONE_BLOCK | {"steps": 2, "stages": 5}),
+    Case(
+        24,
+        24,
+        T=200,
+        H=1,
+        Hq=1,
+        tile_options=ONE_BLOCK | {"steps": 2, "stages": 5, "decay_warps": 2},
+    ),
 ]
 
 

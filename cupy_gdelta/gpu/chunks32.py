@@ -119,9 +119,9 @@ def shapes(K: int, V: int, products: str, wide: int) -> list[Tile32]:
     cols = 64 if K <= 64 and V > 32 else 32
     width = min(32, -(-V // 8) * 8)  # of what one warp puts out, and keeps
     state = (-(-K // 8) * 8, 16) if small else (32, 32)
-    helpers = (2, 4) if small else (2, 2)  # warps that copy, and that make decays
     found = []
     for steps in (4, 2, 1) if small else (2, 1) if K <= 64 else (1,):
+        helpers = (2, steps)  # warps that copy, and that make decays: each those of some chunks
         out = (32, width) if steps > 1 else (16, width if K <= 64 else min(16, width))
         for stages in range(3 * steps + 1, 3 * steps - 2, -1):
             sizes = (K, V, cols, steps, stages)
