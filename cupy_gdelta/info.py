@@ -66,7 +66,7 @@ def rows() -> Iterator[tuple[str, str]]:
     if not why:
         for i in range(cupy.cuda.runtime.getDeviceCount()):
             yield f"GPU {i}", _gpu(cupy, i)
-            yield "", _plans(cupy, i)
+            yield "", _plans(i)
     yield "kernel cache", _cache()
     yield "--array auto", "numpy" if why else "cupy"
 
@@ -121,15 +121,19 @@ def _gpu(cupy: Any, i: int) -> str:
     )
 
 
-def _plans(cupy: Any, i: int) -> str:
+def _plans(i: int) -> str:
     """Which kernel each rule and dtype would run at the user's size."""
-    from .gpu import plan
+    from . import gpu
 
-    count = cupy.cuda.Device(i).attributes["MultiProcessorCount"]
+    try:
+        count, shared, hopper = gpu.limits(i)
+    except RuntimeError as error:  # a GPU that is too old
+        return devices.first_line(error)
     lines = [f"at B, T, H, K = V = {B}, {T}, {H}, {D}:"]
     for rule in ("linear", "delta"):
         for dtype in _dtypes():
-            chosen = plan.choose(rule, dtype, T, B * H, D, D, count)
+            sizes = (rule, dtype, T, B * H, D, D, count)
+            chosen = gpu.plan.choose(*sizes, shared_limit=shared, copied=hopper)
             lines.append(f"{rule} {dtype}: {chosen.kernel}, {chosen.reason}")
     return "\n".join(lines)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,13 +47,22 @@ def test_info_without_cupy(monkeypatch):
     assert "kernel cache" not in rows
 
 
-def test_info_names_the_kernels_of_a_device():
+def test_info_names_the_kernels_of_a_device(monkeypatch):
     pytest.importorskip("cupy")
-    device = SimpleNamespace(attributes={"MultiProcessorCount": 132})
-    fake = SimpleNamespace(cuda=SimpleNamespace(Device=lambda i: device))
-    text = info._plans(fake, 0)
-    assert len(text.splitlines()) == 9
-    assert "linear float32: " in text
+    from cupy_gdelta import gpu
+
+    for hopper, kernel in ((True, "linear_sm90"), (False, "linear")):
+        monkeypatch.setattr(gpu, "limits", lambda i, hopper=hopper: (132, 227 * 1024, hopper))
+        text = info._plans(0)
+        assert len(text.splitlines()) == 9
+        assert "linear float32: " in text
+        assert f"linear bfloat16: {kernel}, " in text
+
+    def too_old(i):
+        raise RuntimeError("cupy_gdelta: its kernels need a newer GPU")
+
+    monkeypatch.setattr(gpu, "limits", too_old)
+    assert info._plans(0).endswith("a newer GPU")
 
 
 def test_info_counts_the_cache(monkeypatch, tmp_path):

@@ -65,7 +65,7 @@ class Device:
         monkeypatch.setattr(gpu.step, "prepare", prepare)
         monkeypatch.setattr(loader, "kernel", self.kernel)
         monkeypatch.setattr(gpu, "_on", lambda x: contextlib.nullcontext())
-        monkeypatch.setattr(gpu, "_limits", lambda device: (132, 1 << 17))
+        monkeypatch.setattr(gpu, "limits", lambda device: (132, 1 << 17))
         monkeypatch.setattr(cupy.cuda, "get_current_stream", Stream)
         monkeypatch.setattr(repeat, "_current_stream", Stream)
         monkeypatch.setattr(repeat.runtime, "getDevice", lambda: self.current)

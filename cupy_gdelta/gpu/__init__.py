@@ -67,7 +67,7 @@ def forward(p: Problem, y: View, state: View | None) -> None:
         offsets, longest = _offsets(p)
         q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
         target = y if y.strides[-1] == 1 or p.V == 1 else arrays.empty(p.v, y.shape, p.dtype)
-        multiprocessors, shared_limit, hopper = _limits(p.v.device)
+        multiprocessors, shared_limit, hopper = limits(p.v.device)
         chosen = plan.choose(
             p.rule,
             p.dtype,
@@ -104,7 +104,7 @@ def backward(p: Problem, grads: dict[str, View]) -> None:
         offsets, longest = _offsets(p)
         q, k, v = (arrays.with_rows(x) for x in (p.q, p.k, p.v))
         dy = None if p.dy is None else arrays.with_rows(p.dy)
-        multiprocessors, shared_limit, _ = _limits(p.v.device)
+        multiprocessors, shared_limit, _ = limits(p.v.device)
         chosen = plan.choose_grad(
             p.rule,
             p.dtype,
@@ -134,7 +134,7 @@ def _without_tokens(p: Problem, grads: dict[str, View]) -> None:
 def advance(p: StepProblem, y: View) -> Callable | None:
     """Write y and update the states; asynchronous. Returns who answers a call of the same form."""
     with _on(p.v):
-        _limits(p.v.device)
+        limits(p.v.device)
         indices = p.state_indices
         if isinstance(indices, np.ndarray):
             indices = _upload(indices.tobytes(), p.v.device)
@@ -194,7 +194,7 @@ def stream_of(handle: int, device: int) -> cupy.cuda.Stream:
 
 
 @functools.cache
-def _limits(device: int) -> tuple[int, int, bool]:
+def limits(device: int) -> tuple[int, int, bool]:
     """Multiprocessors of a device, shared memory of a block in bytes, whether it is Hopper."""
     found = cupy.cuda.Device(device)
     major, minor = divmod(int(found.compute_capability), 10)
