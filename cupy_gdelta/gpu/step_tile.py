@@ -11,7 +11,7 @@ from ..step_problem import MAX_TOKENS
 ROW_BYTES = 128  # of a row of the state that one warp reads at once: a cache line
 STATE_WORDS = 32  # 4-byte registers of a thread for its part of the state; twice that at K = 256
 MAX_WARPS = 8
-RESIDENT = 768  # threads of a multiprocessor, for enough loads under way
+RESIDENT = 512  # threads of a multiprocessor, for enough loads under way
 MAX_LOADS = 8  # of a thread whose registers may be bounded for that: addresses take some, too
 
 
