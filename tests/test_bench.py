@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -73,6 +74,7 @@ def saved(path, *results, **machine):
         (["--decode", "--backward"], "--backward goes with sequences"),
         (["--shape", "decode64", "--backward"], "--backward goes with sequences"),
         (["--from", "none.json", "--backward"], "--backward is for measuring"),
+        (["--shape", "packed", "--backward"], "--backward goes with dense shapes"),
         ([], "bench needs a CUDA device: told so"),
     ],
 )
@@ -120,6 +122,31 @@ def test_the_floor_counts_every_byte_once():
         assert x.shape.moved == sum(a.nbytes for a in (*x.arrays, y))
     assert shapes.parse("1,1,1,3,5,bfloat16").moved == 2 * (3 + 5) * 2 + 2 * 4
     assert shapes.NAMED["seed24"].moved / 4.26e6 == pytest.approx(24, abs=0.5)  # microseconds
+
+
+@pytest.mark.parametrize("layout", ["", *shapes.LAYOUTS])
+def test_layouts_hold_the_same_numbers(layout):
+    x = inputs()
+    laid = shapes.laid_out(layout, x.q, x.k, x.q + x.k)
+    for a, b in zip(laid, (x.q, x.k, x.q + x.k), strict=True):
+        assert np.array_equal(a, b)
+        assert a.flags["C_CONTIGUOUS"] == (layout in ("", "packed"))
+    names = {shape.layout for shape in shapes.NAMED.values()}
+    assert names == {"", *shapes.LAYOUTS}
+    assert len(shapes.USUAL) == 7
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_packed_shapes_are_compared_with_packed_sequences(rule):
+    sizes = inputs(rule, "1,900,2,8,6,float32")
+    x = replace(sizes, shape=replace(sizes.shape, layout="packed"))
+    offsets = x.cu_seqlens
+    assert len(offsets) == shapes.SEQUENCES + 1
+    assert (offsets[0], offsets[-1]) == (0, 900)
+    assert (np.diff(offsets) > 0).all()
+    y = shapes.LOOPS[rule](*(a.astype("float64") for a in x.arrays), **x.options)[0]
+    assert accuracy.error(x.sample(y), x.expected) < 1e-6
+    assert accuracy.error(x.expected, sizes.expected) > 1e-3
 
 
 def test_the_floor_of_gradients_counts_what_either_way_needs():

@@ -109,9 +109,9 @@ def _measured(request: Request) -> Iterator[dict[str, Any]]:
     machine = measure.machine(request.peers)
     timer = timing.Timer(request.repeat)
     results: list[dict[str, Any]] = []
-    some = decode.NAMED if request.decode else shapes.NAMED
+    usual = decode.NAMED.values() if request.decode else shapes.USUAL
     for rule in request.rules:
-        for shape in request.shapes or some.values():
+        for shape in request.shapes or usual:
             options = (request.precision, request.peers, timer, request.backward)
             results.append(measure.measure(rule, shape, *options))
             cupy.get_default_memory_pool().free_all_blocks()

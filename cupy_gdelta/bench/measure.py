@@ -74,8 +74,9 @@ def measure(
         kind = backward if gradients else peers
         inputs = shapes.make(rule, shape)
         makers = {OURS: partial(kind.ours, precision=precision)}
-        makers |= {} if gradients else peers.LOCAL[rule]
-        makers |= kind.PEERS[rule] if with_peers else {}
+        if not shape.layout:  # others are given dense arrays alone
+            makers |= {} if gradients else peers.LOCAL[rule]
+            makers |= kind.PEERS[rule] if with_peers else {}
     moved = shape.moved_backward if gradients else shape.moved
     floor = 1e6 * moved / rate
     return {

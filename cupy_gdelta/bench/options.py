@@ -26,7 +26,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         dest="shapes",
         type=_shape,
         action="append",
-        help=f"one of {', '.join(shapes.NAMED)} (default: all), or sizes; may be repeated",
+        help=f"one of {', '.join(shapes.NAMED)}, or sizes; may be repeated (default: "
+        f"{', '.join(shape.name for shape in shapes.USUAL)})",
     )
     parser.add_argument(
         "--decode",
@@ -80,6 +81,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.sources and arguments.peers:
         raise Refusal("--peers is for measuring; --from shows what its files hold")
     steps = arguments.decode or any(s.name in decode.NAMED for s in arguments.shapes or ())
+    if arguments.backward and any(getattr(x, "layout", "") for x in arguments.shapes or ()):
+        raise Refusal("--backward goes with dense shapes")
     if steps and arguments.backward:
         raise Refusal("--backward goes with sequences; decode steps have no gradients")
     if arguments.decode and not all(s.name in decode.NAMED for s in arguments.shapes or ()):

@@ -55,13 +55,14 @@ def ours(inputs: Inputs, precision: str) -> Contender:
     import cupy
 
     function = FUNCTIONS[inputs.rule]
-    out = cupy.empty_like(inputs.v)
+    out = cupy.empty(inputs.v.shape, inputs.v.dtype)
+    options = {"precision": precision, **inputs.options}
 
     def captured() -> Any:
-        return function(*inputs.arrays, precision=precision, out=out)
+        return function(*inputs.arrays, out=out, **options)
 
     return Contender(
-        lambda: function(*inputs.arrays, precision=precision), lambda: timing.cupy_graph(captured)
+        lambda: function(*inputs.arrays, **options), lambda: timing.cupy_graph(captured)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ class Shape:
     K: int
     V: int
     dtype: str
+    layout: str = field(default="", kw_only=True)  # one of LAYOUTS; else dense and contiguous
 
     @property
     def text(self) -> str:
@@ -55,6 +56,12 @@ class Shape:
         return self.moved + heads * (2 * inputs + self.V * ITEMSIZE[self.dtype])
 
 
+LAYOUTS = {
+    "packed": "sequences of random lengths side by side, B = 1",
+    "heads first": "[B, H, T, D] in memory",
+    "sliced": "q, k and v out of one [B, T, 3, H, D]",
+}
+SEQUENCES = 64  # of a packed shape
 NAMED = {
     shape.name: shape
     for shape in (
@@ -65,8 +72,13 @@ NAMED = {
         Shape("long", 1, 131072, 8, 128, 128, "bfloat16"),
         Shape("tp8", 1, 32768, 4, 128, 128, "bfloat16"),
         Shape("wide", 4, 4096, 64, 128, 128, "bfloat16"),
+        Shape("packed", 1, 65536, 16, 128, 128, "bfloat16", layout="packed"),
+        Shape("even", SEQUENCES, 1024, 16, 128, 128, "bfloat16"),  # beside packed
+        Shape("d64_heads_first", 8, 4096, 16, 64, 64, "bfloat16", layout="heads first"),
+        Shape("d64_sliced", 8, 4096, 16, 64, 64, "bfloat16", layout="sliced"),
     )
 }
+USUAL = tuple(shape for shape in NAMED.values() if not shape.layout and shape.name != "even")
 
 
 def parse(text: str) -> Shape:
@@ -105,6 +117,19 @@ class Inputs:
         return self.q, self.k, self.v, self.gate, self.beta
 
     @cached_property
+    def cu_seqlens(self) -> np.ndarray | None:
+        """Offsets of packed sequences, on the host; None where the shape is dense."""
+        if self.shape.layout != "packed":
+            return None
+        cuts = np.random.default_rng(0).choice(self.shape.T - 1, SEQUENCES - 1, replace=False) + 1
+        return np.concatenate([[0], np.sort(cuts), [self.shape.T]])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a call of this library takes besides the arrays."""
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
+
+    @cached_property
     def log_gate(self) -> Any:
         return np.log(self.gate)  # which hands a CuPy array to CuPy
 
@@ -123,7 +148,10 @@ class Inputs:
     @cached_property
     def expected(self) -> np.ndarray:
         """The sample of y as the float64 loop over time computes it, on the CPU."""
-        return LOOPS[self.rule](*map(self.sample, self.arrays))[0]
+        samples = [self.sample(x) for x in self.arrays]
+        options = {name: np.minimum(x, SAMPLE) for name, x in self.options.items()}
+        heads = zip(*([x[i : i + 1] for i in range(len(x))] for x in samples), strict=True)
+        return np.concatenate([LOOPS[self.rule](*x, **options)[0] for x in heads])
 
     @cached_property
     def dy(self) -> Any:
@@ -159,7 +187,20 @@ def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:
     k /= cupy.sqrt((k * k).sum(-1, keepdims=True))
     q, k, v = (x.astype(kind(shape.dtype)) for x in (q, k, normal(shape.V)))
     gate = 1 / (1 + cupy.exp(-3 - normal()))
-    return Inputs(rule, shape, q, k, v, gate, rng.random(heads, dtype=wide))
+    arrays = laid_out(shape.layout, q, k, v)
+    return Inputs(rule, shape, *arrays, gate, rng.random(heads, dtype=wide))
+
+
+def laid_out(layout: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k and v as they lie in memory under a layout."""
+    if layout == "heads first":
+        q, k, v = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (q, k, v))
+    elif layout == "sliced":
+        together = q[:, :, None].repeat(3, 2)
+        for i, x in enumerate((q, k, v)):
+            together[:, :, i] = x
+        q, k, v = (together[:, :, i] for i in range(3))
+    return q, k, v
 
 
 def kind(dtype: str) -> Any:
