@@ -117,16 +117,16 @@ struct Walk {
  private:
   // Tokens before sequence n, and a chunk for what each sequence costs besides.
   static __device__ __forceinline__ long long weight(const CallArgs& a, int n) {
-    return offset(a, n) + kChunk * n;
+    return offset(a, n) + static_cast<long long>(kChunk) * n;
   }
   // The first item with at least so much weight before it.
   static __device__ __forceinline__ int first_from(const CallArgs& a, long long before) {
     int low = 0, high = static_cast<int>(a.N);
     while (low + 1 < high) {
-      const int middle = (low + high) / 2;
+      const int middle = low + (high - low) / 2;
       (weight(a, middle) * a.H <= before ? low : high) = middle;
     }
-    const long long own = weight(a, low + 1) - weight(a, low);
+    const long long own = max(weight(a, low + 1) - weight(a, low), 1ll);
     const long long rest = before - weight(a, low) * a.H, heads = (rest + own - 1) / own;
     return low * static_cast<int>(a.H) + static_cast<int>(max(0ll, min(heads, a.H)));
   }
@@ -214,8 +214,10 @@ __device__ __forceinline__ void make_decays(Shared<S, kStages>& shared, const Wa
     __syncwarp();
     if (!backwards) decay.fill_diagonal(lane);
     if (left < kChunk && w.stop < w.a.T) {  // tokens of the next sequence, which may be NaN
-      const unsigned stage = at % kStages;
+      const unsigned stage = at % kStages, before = at - kStages;
       unsigned short* const keys = shared.stages[stage] + S::kQuery;
+      if constexpr (kStages < S::kDecays)  // the stage is on its way to this chunk, not to the last
+        if (at >= kStages) shared.decays_free[before % S::kDecays].wait(before / S::kDecays % 2);
       shared.loaded[stage].wait(at / kStages % 2);
 #pragma unroll 1
       for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
@@ -294,7 +296,8 @@ struct State {
     shared.loaded[ahead.slot].wait(ahead.parity);
 #pragma unroll
     for (int j = 0; j < kBlocks; j++) ldmatrix_x4<true>(kt[j], k + j * kBlock * 64);
-    if (__builtin_expect(decay.wild, 0))
+    const bool wild = decay.wild || (kBackwards && !(fabsf(whole) <= kWildProduct));
+    if (__builtin_expect(wild, 0))
       weigh_keys<true, kBackwards>(kt, decay, whole, lane);
     else
       weigh_keys<false, kBackwards>(kt, decay, whole, lane);
@@ -378,18 +381,20 @@ __device__ __forceinline__ void join(const CallArgs& a, const PieceArgs& cut, co
 // Counts a block in, once all of the calling threads have written what others will read.
 template <int kThreads>
 __device__ __forceinline__ void arrive_all(unsigned* count, int barrier, bool first) {
-  __threadfence();
   sync_threads<kThreads>(barrier);
-  if (first) atomicAdd(count, 1u);
+  if (!first) return;
+  __threadfence();
+  atomicAdd(count, 1u);
 }
 // Until so many blocks have been counted in, for all of the calling threads.
 template <int kThreads>
 __device__ __forceinline__ void wait_all(const unsigned* count, unsigned blocks, int barrier,
                                          bool first) {
-  if (first)
+  if (first) {
     while (*static_cast<const volatile unsigned*>(count) < blocks) __nanosleep(20);
+    __threadfence();
+  }
   sync_threads<kThreads>(barrier);
-  __threadfence();
 }
 
 // grid: any number of blocks, or as many as there are pieces. block: 512 threads.
@@ -494,7 +499,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     while (w.next()) {
       if (twice(w)) {  // this group has no part in the first pass, and waits for its end
         for (int c = 0; c < w.chunks; c++) stage.next(), table.next();
-        if (w.chunks > 0) shared.state_made[state.slot].wait(state.parity);
+        if (w.chunks > turn) shared.state_made[turn].wait(0);  // the first state it will consume
       }
       unsigned short* const y =
           static_cast<unsigned short*>(a.y) + w.b * a.y_stride[0] + w.h * a.y_stride[2];
@@ -524,8 +529,8 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
                       factor(shared.states[state.slot] + i * 16 * 64, K * 128), i == 0);
         wgmma_commit();
         const RowWeights weights(decay, warp, lane, scale);
-        const float from0 = scale * decay.from_start[warp * kBlock + lane / 4];
-        const float from1 = scale * decay.from_start[warp * kBlock + lane / 4 + 8];
+        const float from0 = bounded(scale * decay.from_start[warp * kBlock + lane / 4]);
+        const float from1 = bounded(scale * decay.from_start[warp * kBlock + lane / 4 + 8]);
         wgmma_wait<1>();
         settle(scores);
         unsigned p[kBlocks][4];

@@ -195,6 +195,19 @@ def test_products_of_gates_that_overflow(name, pieces):
     assert_close(y, expected, accuracy.TOLERANCE["linear", "bfloat16"], name)
 
 
+@needs_compiler
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_gate_that_is_not_finite_shows(bad):
+    case = Case(16, 64, T=100, H=1, Hq=1)
+    x, _ = wild_inputs(Family("numpy"), "later")
+    x["gate"][...] = 1
+    x["gate"][0, 70] = bad
+    y, state = run_on_host(simt.Kernels(SOURCE, case.expressions), case, x)
+    assert np.isfinite(y[0, :64].astype(np.float32)).all()
+    assert not np.isfinite(y[0, 70:].astype(np.float32)).any()
+    assert not np.isfinite(state).any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("name", WILD)

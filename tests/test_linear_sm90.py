@@ -103,14 +103,31 @@ def test_case_on_a_gpu(case, rng):
 
 
 @hopper
+@pytest.mark.parametrize("scale", [1.0, -2.0])
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("name", WILD)
-def test_products_of_gates_that_overflow(name, pieces):
-    case = Case(16, 64, T=100, B=1, H=1, Hq=1, pieces=pieces)
+def test_products_of_gates_that_overflow(name, pieces, scale):
+    case = Case(16, 64, T=100, B=1, H=1, Hq=1, pieces=pieces, options={"scale": scale})
     x, expected = wild_inputs(Family("cupy"), name)
     y, _ = launch(case, x)
-    error = accuracy.error(y.get().astype(np.float64), expected)
+    error = accuracy.error(y.get().astype(np.float64), scale * expected)
     assert error <= accuracy.TOLERANCE["linear", "bfloat16"], name
+
+
+@hopper
+@pytest.mark.parametrize("nothing", ["k", "v"])
+def test_growth_of_nothing_over_many_chunks(nothing, rng):
+    """The decay of a piece overflows though that of no chunk does; what it decays is 0."""
+    case = Case(64, 64, T=2048, B=1, H=1, Hq=1, pieces=4, gate="one")
+    x = random_inputs(case, rng, Family("cupy"))
+    x["gate"][:, :512] = 1.5
+    x[nothing][:, :512] = 0
+    x["initial_state"][...] = 0
+    y, state = launch(case, x)
+    assert (y[:, :512] == 0).all()
+    one = launch(replace(case, pieces=1), x)
+    for a, b in zip((y, state), one, strict=True):
+        assert accuracy.error(a.get().astype(np.float64), b.get().astype(np.float64)) < 3.5e-3
 
 
 @hopper
@@ -148,21 +165,25 @@ def test_strided_arrays_are_read_in_place(layout, rng):
 
 
 @hopper
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_a_nan_stays_in_its_sequence(pieces, rng):
+def test_a_nan_stays_in_its_sequence(pieces, D, rng):
+    """However many chunks a block has had, the last one of a sequence ends where it ends."""
     import cupy
 
-    case = Case(64, 64, T=500, B=1, pieces=pieces, options={"cu_seqlens": [0, 100, 333, 480]})
+    options = {"cu_seqlens": [0, 700, 1333, 2080]}
+    case = Case(D, D, T=2100, B=1, H=16, Hq=8, pieces=pieces, options=options)
     x = random_inputs(case, rng, Family("cupy"))
     y, state = launch(case, x)
     for n in ("k", "v", "q", "gate"):
-        x[n][:, 100:333] = np.nan
-    bad_y, bad_state = launch(case, x)
-    for part in (slice(0, 100), slice(333, 480)):
-        assert (bad_y[:, part] == y[:, part]).all()
-    assert (bad_state[0] == state[0]).all()
-    assert (bad_state[2] == state[2]).all()
-    assert cupy.isnan(bad_y[:, 100:333].astype("float32")).all()
+        x[n][:, 700:1333] = np.nan
+    for _ in range(5):
+        bad_y, bad_state = launch(case, x)
+        for part in (slice(0, 700), slice(1333, 2100)):
+            assert (bad_y[:, part] == y[:, part]).all()
+        assert (bad_state[0] == state[0]).all()
+        assert (bad_state[2] == state[2]).all()
+        assert cupy.isnan(bad_y[:, 700:1333].astype("float32")).all()
 
 
 @hopper

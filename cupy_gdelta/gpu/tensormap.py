@@ -14,7 +14,8 @@ from ..arrays import ITEMSIZE, View
 BOX = 64  # rows and columns of a tile
 BYTES = 128  # sizeof(CUtensorMap)
 _UINT16, _NO_INTERLEAVE, _SWIZZLE_128B, _L2_256B, _ZEROS = 1, 0, 3, 3, 0
-_MOST, _MOST_STRIDE = 2**31 - 1, 2**40  # elements along an axis, bytes from one to the next
+# elements along an axis, for which the kernel's 32 bits leave room; bytes from one to the next
+_MOST, _MOST_STRIDE = 2**31 - 2**12, 2**40
 
 
 def fits(x: View) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .chunks import CHUNK, DECAY_BYTES, PIECE_CHUNKS, SHORTEST
 
 MAX_DIM = 128
-MAX_ITEMS = 2**31 - 1
+MAX_ITEMS = 2**31 - 2**12  # for which the kernel's 32 bits leave room
 THREADS = 512
 RING_BYTES = 4 * 2 * 12 * CHUNK  # sizeof(GateRing)
 TILE_BYTES = 2 * CHUNK * 64
