@@ -3,6 +3,10 @@
 #pragma once
 #include "ptx.cuh"
 
+#ifdef SIMT_HOST
+#include <hopper.h>
+#else
+
 // A copy engine's view of an array, made by cuTensorMapEncodeTiled on the host.
 struct alignas(64) TensorMap {
   unsigned long long words[16];
@@ -203,3 +207,5 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const unsigned (&a)[4],
 #undef REGISTERS_32
 #undef NUMBERS_32
 #undef NUMBERS_64
+
+#endif

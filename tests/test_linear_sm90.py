@@ -6,20 +6,22 @@ test_case_* are small enough for compute-sanitizer.
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from conftest import Family, no_gpu
-from host import sass
+from host import sass, simt
 
 from cupy_gdelta import accuracy, arrays, gated_linear_attention
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, pose, random_inputs, verify
+from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
 from test_linear import WILD, wild_inputs
 
-from cupy_gdelta.gpu import linear_sm90, plan, tensormap, warpgroups
+from cupy_gdelta.gpu import linear_sm90, loader, plan, tensormap, warpgroups
 
 
 def _is_hopper() -> bool:
@@ -88,6 +90,109 @@ def launch(case: Case, x: dict) -> tuple:
     chosen = plan.Plan("linear_sm90", "float32", case.tile, "")
     linear_sm90.launch(p, chosen, y, state, device_offsets(p))
     return y.owner, state.owner
+
+
+def on_this_cpu(kernels: simt.Kernels, case: Case, x: dict, grid: int, **how) -> tuple:
+    """Launch on NumPy arrays as linear_sm90.launch does on CuPy's, by twins of the hardware."""
+    p, y, state, args, *_ = on_host(case, x)
+    cut = linear_sm90.pieces(p, case.tile, 0, 0, 0)[0]
+    maps = [host_map(np.asarray(a)) for a in (x["q"], x["k"], x["v"], y)]
+    name = linear_sm90.expression(case.tile)
+    kernels.launch(name, grid, 512, case.tile.shared_bytes, [args, cut, *maps], **how)
+    return y, state
+
+
+def host_map(x: np.ndarray) -> np.void:
+    """What tests/host/hopper.h takes for a tensor map."""
+    words = np.zeros(16, np.uint64)
+    B, T, heads, columns = x.shape
+    steps = [n // x.itemsize for n in x.strides]
+    words[:8] = [x.ctypes.data, columns, heads, T, B, steps[1], steps[2], steps[0]]
+    return words.view(np.dtype((np.void, 128)))[0]
+
+
+WHOLE = [case for case in CASES if case.pieces == 1]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> simt.Kernels:
+    names = dict.fromkeys(linear_sm90.expression(case.tile) for case in WHOLE)
+    return simt.Kernels(loader.folder() / "linear_sm90.cu", list(names))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_on_the_cpu_in_every_order(case, kernels, rng):
+    x = random_inputs(case, rng, Family("numpy"))
+    first = None
+    for order in simt.ORDERS:
+        y, state = on_this_cpu(kernels, case, x, grid=3, order=order)
+        verify(case, x, y, state, f"order {order}")
+        bits = y.tobytes() + state.tobytes()
+        assert first in (None, bits), "the order of threads shows in the result"
+        first = bits
+
+
+# Waits and barriers of one block. Left out: those of stores, which come at once here; the end of the
+# first pass, which takes several blocks; and the last wait for decays, which the state that is
+# waited for needs as well.
+WAIT = re.compile(r"(?:shared\.\w+\[[^;]*\]\.wait\(|wgmma_wait<\d>\()[^;]*;")
+MADE = "decays_made[table.slot].wait"
+
+
+def waits() -> list[str]:
+    found = WAIT.findall((loader.folder() / "linear_sm90.cu").read_text())
+    last = max(i for i, text in enumerate(found) if MADE in text)
+    names = [f"{i} {text}" for i, text in enumerate(found)]
+    return [x for i, x in enumerate(names) if i != last and "state_made[turn]" not in x]
+
+
+def odd_packed(rng) -> tuple[Case, dict]:
+    """Many chunks a block, and a sequence of NaN behind another one's last chunk."""
+    case = Case(64, 64, T=800, B=1, options={"cu_seqlens": [0, 390, 800]})
+    x = random_inputs(case, rng, Family("numpy"))
+    x["k"][:, 390:] = x["v"][:, 390:] = np.nan
+    return case, x
+
+
+def compare_odd(kernels: simt.Kernels, rng, order: int) -> None:
+    case, x = odd_packed(rng)
+    y, state = on_this_cpu(kernels, case, x, grid=1, order=order)
+    half = {n: a if n == "initial_state" else a[:, :390] for n, a in x.items()}
+    half["initial_state"] = x["initial_state"][:1]
+    verify(replace(case, options={}), half, y[:, :390], state[:1], f"order {order}")
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", simt.ORDERS)
+def test_the_tail_of_a_sequence_is_its_own(order, kernels, rng):
+    compare_odd(kernels, rng, order)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("wait", waits())
+def test_a_wait_left_out_is_caught(wait, tmp_path, rng):
+    which = wait.partition(" ")[0]
+    for path in loader.folder().glob("*.cu*"):
+        shutil.copy(path, tmp_path)
+    planted = tmp_path / "linear_sm90.cu"
+    source = planted.read_text()
+    at = list(WAIT.finditer(source))[int(which)]
+    planted.write_text(source[: at.start()] + ";" + source[at.end() :])
+    cases = Case(64, 64, T=700), Case(128, 128, T=700)
+    names = list(dict.fromkeys(linear_sm90.expression(case.tile) for case in cases))
+    broken = simt.Kernels(planted, names)
+
+    def run() -> None:
+        for order in simt.ORDERS:
+            compare_odd(broken, rng, order)
+            for case in cases:
+                x = random_inputs(case, rng, Family("numpy"))
+                verify(case, x, *on_this_cpu(broken, case, x, grid=2, order=order), "planted")
+
+    with pytest.raises((simt.Fault, AssertionError)):
+        run()
 
 
 @hopper
@@ -244,8 +349,6 @@ def test_products_run_side_by_side_and_keep_their_factors(dim, pieces, planted):
     nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     if sass.disassembler() is None:
         pytest.skip("nvdisasm is missing")
-    from cupy_gdelta.gpu import loader
-
     tile = warpgroups.best_tile(1000, 1000, dim, dim, 132, plan.SHARED_LIMIT)
     source = loader.source("linear_sm90")
     assert KEPT in source
@@ -263,8 +366,6 @@ def test_products_run_side_by_side_and_keep_their_factors(dim, pieces, planted):
 def test_a_tile_knows_the_kernel_s_size(dim):
     """The bytes that a tile counts are those that the kernel has, by its own static_assert."""
     nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
-    from cupy_gdelta.gpu import loader
-
     tile = warpgroups.best_tile(1000, 1000, dim, dim, 132, plan.SHARED_LIMIT)
     source = loader.source("linear_sm90")
     source += f"static_assert(sizeof(Shared<Shape<{dim}, {dim}>, {tile.stages}>) == "
