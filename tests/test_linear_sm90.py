@@ -133,9 +133,8 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
         first = bits
 
 
-# Waits and barriers of one block. Left out: those of stores, which come at once here; the end of the
-# first pass, which takes several blocks; and the last wait for decays, which the state that is
-# waited for needs as well.
+# Waits of one block. Left out: those of stores, which come at once here; the end of the first pass,
+# which takes several blocks; the last wait for decays, which the state that is waited for implies.
 WAIT = re.compile(r"(?:shared\.\w+\[[^;]*\]\.wait\(|wgmma_wait<\d>\()[^;]*;")
 MADE = "decays_made[table.slot].wait"
 
