@@ -121,7 +121,9 @@ def shapes(K: int, V: int, products: str, wide: int) -> list[Tile32]:
     state = (-(-K // 8) * 8, 16) if small else (32, 32)
     found = []
     for steps in (4, 2, 1) if small else (2, 1) if K <= 64 else (1,):
-        helpers = (2, steps)  # warps that copy, and that make decays: each those of some chunks
+        # warps that copy, and that make decays: each those of some chunks; copies of single numbers
+        # take more registers, which fewer threads have
+        helpers = (2, steps if wide > 1 or small else 1)
         out = (32, width) if steps > 1 else (16, width if K <= 64 else min(16, width))
         for stages in range(3 * steps + 1, 3 * steps - 2, -1):
             sizes = (K, V, cols, steps, stages)

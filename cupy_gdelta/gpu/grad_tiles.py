@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
 # and on its parts of the state and its gradient, of q, k and their gradients together
-ROW_WORDS = {"linear": 136, "delta": 112}
+ROW_WORDS = {"linear": 136, "delta": 95}
 MAX_WARPS = 8
 GROUP = 4  # tokens whose states are run again, to go back through them
 
