@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
+STATE_WORDS = {"linear": 32, "delta": 28}  # 4-byte registers of a thread for its part of the state
 # and on its parts of the state and its gradient, of q, k and their gradients together
-ROW_WORDS = {"linear": 136, "delta": 95}
+ROW_WORDS = {"linear": 136, "delta": 112}
 MAX_WARPS = 8
 GROUP = 4  # tokens whose states are run again, to go back through them
 
@@ -68,7 +68,7 @@ def tiles(rule: str, K: int, V: int, words: int, wide: int, shared_limit: int) -
         make_tile(K, V, words, wide, rows, cols, shared_limit)
         for rows in (1, 2, 4, 8, 16, 32)
         for cols in (1, 2, 4)
-        if -(-K // rows) * cols * words <= STATE_WORDS
+        if -(-K // rows) * cols * words <= STATE_WORDS[rule]
         and -(-K // rows) * (2 * cols + 4) * words <= ROW_WORDS[rule]
         and (rows == 1 or rows // 2 < K)
         and (cols == 1 or 32 // rows * cols // 2 < V)
