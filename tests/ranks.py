@@ -202,6 +202,40 @@ def lasting(world: World) -> None:
             world.check(rule, problem, dtype, world.even(T), initial_state=initial, what=gate)
 
 
+def growing(world: World) -> None:
+    """What a piece does to a state is beyond the range of its dtype; no state is.
+
+    Gates above 1 where nothing is written; small gates, then large ones; keys that undo gates.
+    """
+    rng = np.random.default_rng(13)
+    for dtype, logs in itertools.product(("float32", "float64"), (False, True)):
+        grow(world, accuracy.inputs(rng, T=300 * world.size, H=2, K=4, V=3), dtype, logs)
+
+
+def grow(world: World, problem: dict, dtype: str, logs: bool) -> None:
+    T, bits = 300 * world.size, 128 if dtype == "float32" else 1024
+    large = np.full((1, 2, 4, 3), 2.0 ** (0.45 * bits))
+    up = 2.0 ** (bits / 100)
+
+    def check(gate, initial=None, rule="delta", **changes):
+        gate = np.broadcast_to(np.float32(gate), (1, T, 2))
+        gates = {"log_gate": np.log(gate)} if logs else {"gate": gate}
+        changes = {n: np.broadcast_to(x, problem[n].shape) for n, x in changes.items()}
+        kept = {n: x for n, x in problem.items() if n != "gate"}
+        options = {} if initial is None else {"initial_state": initial, "scale": 8 / initial.max()}
+        world.check(rule, kept | gates | changes, dtype, world.even(T), **options)
+
+    where = np.arange(T)[None, :, None]
+    check(np.where(where < T // 2, up, 0.9), v=problem["v"] * (where >= T // 2)[..., None])
+    wave = 2.0 ** (np.where(where // 300 % 2, bits, -bits) / 260)
+    for rule in RULES:
+        check(up, rule=rule, v=0)
+        check(wave, large, rule, v=0, **({"beta": 0} if rule == "delta" else {}))
+    check(0.25, k=np.eye(4)[0], beta=5)
+    if dtype == "float64":
+        check(8, k=np.eye(4)[0], beta=0.875)
+
+
 def zeros(world: World) -> None:
     """N01: a gate of 0 forgets at the ends of pieces and within them, as cu_seqlens does."""
     T = 40 * world.size
@@ -622,6 +656,7 @@ TESTS = {
     "random": random,
     "some": lambda world: random(world, 60),
     "lasting": lasting,
+    "growing": growing,
     "zeros": zeros,
     "states": states,
     "packed": packed,

@@ -19,7 +19,7 @@ SMALL = ("zeros", "states", "packed", "alone", "repeatable", "layouts", "not_a_n
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_over_mpi(ranks):
-    names = (*SMALL, "lasting", "subgroup", "staging", "traffic")
+    names = (*SMALL, "lasting", "growing", "subgroup", "staging", "traffic")
     done = mpi(ranks, PROGRAM, "mpi", "numpy", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "".join(f"{name} passed\n" for name in names)
@@ -67,7 +67,9 @@ def test_over_nccl(tmp_path, array):
     if torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
         pytest.skip(f"needs two GPUs and nccl; torch finds {torch.cuda.device_count()} GPU")
     more = ("gradients", "differentiable") if array == "torch-cuda" else ()
-    for code, log in group(2, tmp_path, "nccl", array, *SMALL, "lasting", "random", *more):
+    for code, log in group(
+        2, tmp_path, "nccl", array, *SMALL, "lasting", "growing", "random", *more
+    ):
         assert code == 0, log
 
 
@@ -75,7 +77,7 @@ def test_over_nccl(tmp_path, array):
 @pytest.mark.parametrize("array", ["torch-cuda", "cupy"])
 def test_gpu_arrays_through_the_host(tmp_path, array):
     """Two ranks may share a GPU, over gloo."""
-    for code, log in group(2, tmp_path, "gloo", array, *SMALL, "lasting", "some"):
+    for code, log in group(2, tmp_path, "gloo", array, *SMALL, "lasting", "growing", "some"):
         assert code == 0, log
 
 
@@ -167,5 +169,6 @@ def test_the_table_of_the_model():
     for rule in ("linear", "delta"):
         assert model.sent(rule, 1, 0, **sizes) == (0, 0)
         most = [max(model.sent(rule, n, r, **sizes).bytes for r in range(n)) for n in (512, 1024)]
-        one = 16 * 128 * 128 * 4 * (2 if rule == "delta" else 1) + 128 * (rule == "linear")
+        transition = 16 * 16 if rule == "linear" else 16 * 128 * (128 * 4 + 8)
+        one = 16 * 128 * 128 * 4 + transition
         assert most[1] - most[0] == one, "a round more"

@@ -33,7 +33,7 @@ def backward(call: Call, dy: View | None, dstate: View | None) -> Gradients:
         step = _step(call, trace, dy)
     elif part.entering:
         entered = _entered(call, trace, dy, rows.array[: call.pieces.together])
-        step = call.form.fill(None, arrays.take(entered.initial_state).array)
+        step = call.form.fill(None, None, arrays.take(entered.initial_state).array)
     chains = trace.outgoing[::-1], trace.incoming[::-1]
     after = Scan(call.link, call.form, *chains, step).finish()
     if through:
@@ -71,10 +71,10 @@ def _step(call: Call, trace: Trace, dy: View) -> Map:
     else:
         zero = call.space.zeros((p.B, p.H, p.K, p.V), p.state_dtype)
         U = arrays.take(local.grad(0, trace.seen, dy, zero, None).initial_state).array
-    A = None if trace.step is None else trace.step.A
-    if A is not None and p.rule == "delta":
-        A = A.swapaxes(-1, -2)
-    return call.form.fill(A, U)
+    step = trace.step
+    if step is None or step.A is None:
+        return call.form.fill(None, None, U)
+    return call.form.fill(*call.form.transposed(step.A, step.e), U)
 
 
 def _entered(call: Call, trace: Trace, dy: View, after: Any) -> Gradients:

@@ -11,7 +11,9 @@ from .. import api, arrays, grad
 from ..arrays import View
 from ..gradients import Gradients
 from ..problem import Problem
+from .scan import balanced
 from .spaces import Space
+from .transition import bounded, lifted, parts
 
 FUNCTIONS = {"linear": api.gated_linear_attention, "delta": api.gated_delta_rule}
 GRADIENTS = {
@@ -48,18 +50,26 @@ class Local:
         return self._call(some, v, state, out, cu_seqlens=offsets, scale=self.p.scale)
 
     def transition(self, stop: int) -> Any:
-        """What the first tokens do to a state, [B, H, K, K]: the rule without values, from I."""
-        p = self.p
-        state = self.space.zeros((p.B, p.H, p.K, p.K), p.state_dtype)
+        """What the first tokens do to a state, [B, H, K, K], and the exponents of its columns.
+
+        It is the rule without values, from I, in parts within which no number can overflow.
+        """
+        p, space = self.p, self.space
+        state = space.zeros((p.B, p.H, p.K, p.K), p.state_dtype)
         state.array.reshape(-1, p.K * p.K)[:, :: p.K + 1] = 1
-        step = max(1, min(stop, NUMBERS // max(1, p.B * p.H * p.K)))
-        none = self.space.zeros((p.B, step, p.H, p.K), p.dtype)
-        out = arrays.empty(p.v, (p.B, step, p.H, p.K), p.dtype)
-        for at in range(0, stop, step):
-            some = slice(at, min(at + step, stop))
-            v, unread = (plain(x)[:, : some.stop - at] for x in (none, out))
-            state = self._call(some, v, state, unread)
-        return state.array
+        e = space.zeros((p.B, p.H, p.K), "float64").array
+        longest = max(1, min(stop, NUMBERS // max(1, p.B * p.H * p.K)))
+        none = space.zeros((p.B, longest, p.H, p.K), p.dtype)
+        out = arrays.empty(p.v, (p.B, longest, p.H, p.K), p.dtype)
+        for some in parts(p, space, stop, longest):
+            gate, shift = lifted(p, space, some)
+            v, unread = (plain(x)[:, : some.stop - some.start] for x in (none, out))
+            after = self._call(some, v, state, unread, **gate).array
+            with np.errstate(all="ignore"):
+                after, more = balanced(space, bounded(space, space.wide(after)))
+            e = e + shift[..., None] + more
+            state.array[...] = after
+        return state.array, e
 
     def add(self, stop: int, state: np.ndarray, y: View) -> None:
         """Add scale * gate_1 ... gate_t * q_t S to y of the first tokens, for S [B, H, K, V]."""
@@ -108,11 +118,9 @@ class Local:
         p, space = self.p, self.space
         if p.gate is None:
             return space.zeros((p.B, some.stop - some.start, p.H), "float64").array + 1
-        gate = space.wide(space.widened(p.gate, some.start, some.stop))
+        gate = space.longer(space.widened(p.gate, some.start, some.stop))
         if p.log_gate:
             return space.xp.exp(space.xp.cumsum(gate, 1))
-        if p.dtype == "float64" and p.v.device < 0:
-            gate = gate.astype(np.longdouble)
         return space.xp.cumprod(gate, 1)
 
     def grad(
@@ -146,8 +154,7 @@ class Local:
             initial_state=None if state is None else plain(state),
             return_state=True,
             out=out,
-            **self._options(some),
-            **options,
+            **(self._options(some) | options),
         )
         return arrays.take(after)
 

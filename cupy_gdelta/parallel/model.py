@@ -10,12 +10,12 @@ of a state within 4,096 tokens and "lasting" where they do not:
               MB     s    %      MB     s    %      MB     s    %      MB     s    %
         1      .0  .0419 100%      .0  .0419 100%      .0  .0671 100%      .0  .0671 100%
         2     1.0  .0211 100%     1.0  .0420  50%     1.0  .0337 100%     1.0  .0672  50%
-        4     1.0  .0106  99%     2.1  .0211  50%     1.0  .0169  99%     3.1  .0505  33%
-        8     1.0  .0055  96%     3.1  .0107  49%     1.0  .0086  97%     5.2  .0255  33%
-       16     1.0  .0029  91%     4.2  .0056  47%     1.0  .0045  94%     7.3  .0130  32%
-       64     1.0  .0010  62%     6.3  .0018  36%     1.0  .0014  72%    11.5  .0037  28%
-      256     1.0  .0007  24%     8.4  .0010  17%     1.0  .0008  33%    15.7  .0016  16%
-     1024     1.0  .0007   6%    10.5  .0009   4%     1.0  .0007   9%    19.9  .0012   5%
+        4     1.0  .0106  99%     2.1  .0211  50%     1.0  .0169  99%     3.2  .0505  33%
+        8     1.0  .0055  96%     3.1  .0107  49%     1.0  .0086  97%     5.3  .0255  33%
+       16     1.0  .0029  91%     4.2  .0056  47%     1.0  .0045  94%     7.4  .0130  32%
+       64     1.0  .0010  62%     6.3  .0018  36%     1.0  .0014  72%    11.6  .0037  28%
+      256     1.0  .0007  24%     8.4  .0010  17%     1.0  .0008  33%    15.8  .0016  16%
+     1024     1.0  .0007   6%    10.5  .0009   4%     1.0  .0007   9%    20.1  .0012   5%
 
 MB is what the rank that sends most sends, s the time, % the share of it that the tokens of a rank
 would take alone. Decaying, the ranks share the work almost ideally until a piece is about as short
@@ -44,7 +44,7 @@ def sent(
 ) -> Traffic:
     """What ``rank`` sends of the states of one sequence that all ranks share, B = 1."""
     state = H * K * V * itemsize
-    transition = H * 8 if rule == "linear" else H * K * K * itemsize
+    transition = H * 16 if rule == "linear" else H * K * (K * itemsize + 8)
     if not lasting:  # to the next one, as all do
         return Traffic(1, state) if rank + 1 < ranks else Traffic(0, 0)
     messages, total, far = 0, 0, 1

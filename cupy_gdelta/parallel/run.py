@@ -60,7 +60,7 @@ class Call:
             entered, step = self._from_zero(dead, y)
         piece = step
         if part.leaves and not through:
-            piece = self.form.fill(None, own.array[-self.pieces.together :])
+            piece = self.form.fill(None, None, own.array[-self.pieces.together :])
         scan = Scan(self.link, self.form, incoming, outgoing, piece)
         if part.entering and not through and (dead or self.local.adds):
             entered, step = self._from_zero(dead, y)
@@ -108,10 +108,10 @@ class Call:
         p, tokens = self.p, self.part.entering
         after = self.local.run(0, tokens, None, y)
         if dead:
-            return after, self.form.fill(None, after.array)
-        if p.rule == "linear":
-            return after, self.form.fill(decay(p, self.space, tokens), after.array)
-        return after, self.form.fill(self.local.transition(tokens), after.array)
+            return after, self.form.fill(None, None, after.array)
+        linear = p.rule == "linear"
+        A, e = decay(p, self.space, tokens) if linear else self.local.transition(tokens)
+        return after, self.form.fill(A, e, after.array)
 
     def _correct(
         self, seen: int, before: Any, entered: View | None, step: Map | None, y: View
@@ -124,7 +124,7 @@ class Call:
         self.local.add(seen, before, y)
         if dead:
             return entered
-        return self.space.view(self.form.after(self.form.fill(None, before), step).U)
+        return self.space.view(self.form.after(self.form.fill(None, None, before), step).U)
 
     def _deliver(self, entered: View | None, own: View) -> View | None:
         """The final states of all sequences, on the last rank or everywhere."""

@@ -5,12 +5,14 @@ A piece takes the state before it to the state after it by
     S_after = A S_before + U
 
 with A a number for the linear rule, the product of the gates, and a K by K matrix for the delta
-rule. Two pieces in a row make one of the same form, A = A_2 A_1 and U = A_2 U_1 + U_2, which does
-not depend on how more of them are put in pairs. So in round r = 0, 1, 2 ... every rank of a chain
-sends what it knows of the 2^r pieces up to its own to the rank 2^r after it (Hillis and Steele,
-"Data parallel algorithms", 1986), and after ceil(log2(ranks)) rounds each knows the state before
-its piece. The first rank of a chain knows its state whatever was before it: it has no A, and
-neither has what reaches back to it.
+rule. Exponents of its own keep A in the range of its dtype: gates above 1 may take it far beyond,
+in directions that no state has, and small ones far below before large ones take it back. Two pieces
+in a row make one of the same form, A = A_2 A_1 and U = A_2 U_1 + U_2, which does not depend on how
+more of them are put in pairs. So in round r = 0, 1, 2 ... every rank of a chain sends what it knows
+of the 2^r pieces up to its own to the rank 2^r after it (Hillis and Steele, "Data parallel
+algorithms", 1986), and after ceil(log2(ranks)) rounds each knows the state before its piece. The
+first rank of a chain knows its state whatever was before it: it has no A, and neither has what
+reaches back to it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import numpy as np
 
 from ..problem import Problem
 from .links import Link
-from .reach import finite
 from .spaces import Space
+
+LEAST = -(2.0**60)  # an exponent below all others
 
 
 @dataclass(frozen=True)
@@ -45,49 +48,94 @@ class Form:
         return cls(space, p.rule, p.state_dtype, count, p.H, p.K, p.V)
 
     @property
-    def transition(self) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of A."""
+    def transition(self) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+        """Shape of the exponents of A, which are float64, and shape and dtype of A."""
+        heads = (self.count, self.H)
         if self.rule == "linear":
-            return (self.count, self.H), "float64"
-        return (self.count, self.H, self.K, self.K), self.dtype
+            return heads, heads, "float64"
+        return (*heads, self.K), (*heads, self.K, self.K), self.dtype
 
     def message(self, absolute: bool) -> Map:
-        """Room for a message that holds U, and A before it unless it is ``absolute``."""
-        shape, dtype = self.transition
-        first = 0 if absolute else math.prod(shape) * np.dtype(dtype).itemsize
-        state = (self.count, self.H, self.K, self.V)
-        raw = self.space.bytes(first + math.prod(state) * np.dtype(self.dtype).itemsize)
-        typed = self.space.typed
-        A = None if absolute else typed(raw[:first], dtype).reshape(shape)
-        return Map(A, typed(raw[first:], self.dtype).reshape(state), raw)
+        """Room for a message that holds U, and before it e and A unless it is ``absolute``."""
+        parts: list[tuple[tuple[int, ...], str]] = []
+        if not absolute:
+            exponents, shape, dtype = self.transition
+            parts = [(exponents, "float64"), (shape, dtype)]
+        parts.append(((self.count, self.H, self.K, self.V), self.dtype))
+        sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in parts]
+        raw = self.space.bytes(sum(sizes))
+        ends = np.cumsum(sizes).tolist()
+        found: list[Any] = [
+            self.space.typed(raw[end - size : end], dtype).reshape(shape)
+            for (shape, dtype), size, end in zip(parts, sizes, ends, strict=True)
+        ]
+        e, A, U = [None, None, *found][-3:]
+        return Map(e, A, U, raw)
 
-    def fill(self, A: Any, U: Any) -> Map:
+    def fill(self, A: Any, e: Any, U: Any) -> Map:
         """A message with these contents; A is None for a state that is known."""
         found = self.message(A is None)
         if A is not None:
-            found.A[...] = A
+            found.A[...], found.e[...] = A, e
         found.U[...] = U
         return found
 
     def after(self, first: Map, second: Map) -> Map:
         """What the first piece and then the second do to a state."""
-        wide = self.space.wide
-        A = wide(second.A)
+        space = self.space
+        A, wide = space.wide(second.A), space.wide
         with np.errstate(all="ignore"):
             if self.rule == "delta":
-                before = None if first.A is None else A @ wide(first.A)
-                return self.fill(before, A @ wide(first.U) + wide(second.U))
-            before = None if first.A is None else finite(self.space, A * first.A)
-            return self.fill(before, A[..., None, None] * wide(first.U) + wide(second.U))
+                before, e = None, None
+                if first.A is not None:
+                    before, e = balanced(space, wide(first.A), second.e)
+                    before, more = balanced(space, A @ before)
+                    e = first.e + e + more
+                U, more = balanced(space, wide(first.U), second.e)
+                U = space.scaled(A @ U, more[..., None, :])
+            else:
+                before, e = None, None
+                if first.A is not None:
+                    before, e = space.xp.frexp(A * first.A)
+                    e = first.e + second.e + wide(e)
+                more = second.e[..., None, None]
+                U = space.scaled(A[..., None, None] * wide(first.U), more)
+            return self.fill(before, e, U + wide(second.U))
+
+    def transposed(self, A: Any, e: Any) -> tuple[Any, Any]:
+        """The transpose of a transition."""
+        if self.rule == "linear":
+            return A, e
+        return balanced(self.space, self.space.wide(A).swapaxes(-1, -2), e)
 
 
 @dataclass(frozen=True)
 class Map:
-    """A and U in the memory of one message."""
+    """A and U in the memory of one message.
 
+    A stands for A * 2^e: e has one number for the A of a head, or for each column of it.
+    """
+
+    e: Any
     A: Any  # None where U is the state itself
     U: Any
     raw: Any
+
+
+def balanced(space: Space, x: Any, e: Any = None) -> tuple[Any, Any]:
+    """Matrices y and exponents f of their columns, so that y * 2^f is x with its rows times 2^e.
+
+    The largest number of a column of y is from .5 to 1.
+    """
+    xp = space.xp
+    _, own = xp.frexp(x)
+    rows = space.wide(own)
+    if e is not None:
+        rows = rows + e[..., None]
+    f = xp.amax(xp.where(x == 0, LEAST, rows), -2)
+    f = xp.where(f == LEAST, 0.0, f)
+    shift = -f[..., None, :] + (0 if e is None else e[..., None])
+    return space.scaled(x, shift), f
 
 
 class Scan:

@@ -81,10 +81,21 @@ class Space:
             return np.left_shift(part, 16, dtype=np.uint32).view(np.float32)
         return part.astype(np.float32)
 
-    def product(self, x: Any) -> Any:
-        """Over axis 1, in a dtype wider than that of x; float64."""
-        if self._torch:
-            return self.xp.prod(x, 1, dtype=self.xp.float64)
+    def longer(self, x: Any) -> Any:
+        """In float64, where that is no wider than x in one that is on the CPU."""
         if self.like.device < 0 and x.dtype == np.float64:
-            return np.prod(x, 1, dtype=np.longdouble).astype(np.float64)
-        return self.xp.prod(x, 1, dtype=np.float64)
+            return x.astype(np.longdouble)
+        return self.wide(x)
+
+    def scaled(self, x: Any, exponents: Any) -> Any:
+        """``x`` in float64 times 2 to whole powers, which may go beyond its range by themselves."""
+        for _ in range(3):
+            some = self.xp.clip(exponents, -1000, 1000)
+            x = x * self._powers(some)
+            exponents = exponents - some
+        return x
+
+    def _powers(self, exponents: Any) -> Any:
+        """2 to these, exactly, by its bits."""
+        whole = exponents.long() if self._torch else exponents.astype(np.int64)
+        return self.typed((whole + 1023) << 52, "float64")
