@@ -329,6 +329,19 @@ def repeatable(world: World) -> None:
             assert np.array_equal(state, found[0][1])
 
 
+def neighbours(world: World) -> None:
+    """The bits of an entry and head do not depend on the gates of others."""
+    T = 500 * world.size
+    for rule in RULES:
+        problem = accuracy.inputs(np.random.default_rng(14), B=2, T=T, H=2, gate="0.9995")
+        found = []
+        for gate in (0.9995, 0.5):
+            problem["gate"][1], problem["gate"][0, :, 1] = gate, gate
+            piece = world.piece(world.family.arrays(problem, "float32"), world.even(T))
+            found.append(host(PARALLEL[rule](**piece, comm=world.comm))[0, :, 0])
+        assert np.array_equal(*found), rule
+
+
 def layouts(world: World) -> None:
     """S01, X09: strided inputs and outputs, nothing written but out; out over an input."""
     rng = np.random.default_rng(6)
@@ -662,6 +675,7 @@ TESTS = {
     "packed": packed,
     "alone": alone,
     "repeatable": repeatable,
+    "neighbours": neighbours,
     "layouts": layouts,
     "not_a_number": not_a_number,
     "refusals": refusals,

@@ -14,7 +14,17 @@ from cupy_gdelta import parallel
 from cupy_gdelta.parallel import model
 from cupy_gdelta.parallel.pieces import share
 
-SMALL = ("zeros", "states", "packed", "alone", "repeatable", "layouts", "not_a_number", "refusals")
+SMALL = (
+    "zeros",
+    "states",
+    "packed",
+    "alone",
+    "repeatable",
+    "neighbours",
+    "layouts",
+    "not_a_number",
+    "refusals",
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -72,10 +72,11 @@ def gated_linear_attention(
     the first ones, up to where the gates have decayed any state of its dtype to nothing: with gates
     of .95 the first 4,000. A rank that ends such a stretch does not wait for those before
     it, and passes nothing of them on, not even a NaN; a gate of 0 does it at once. Products of
-    gates are formed in float64, never from logarithms.
+    gates are formed in float64 with exponents of their own, never from logarithms: they neither
+    overflow nor underflow where the state itself does not.
 
     Traffic is independent of T. A rank sends at most ceil(log2(ranks)) messages of
-    ``B*H*(K*V)`` numbers in the dtype of the state and ``B*H`` float64 ones (B = 1 for packed
+    ``B*H*K*V`` numbers in the dtype of the state and ``2*B*H`` float64 ones (B = 1 for packed
     sequences; only a sequence that lies on two ranks or more takes part), and one such message
     where decays leave nothing. Besides, all ranks gather records of 2048 bytes and of 1 byte from
     each, initial and final states travel once between the ranks that have and need them, and
@@ -183,10 +184,12 @@ def gated_delta_rule(
     (M, U), and the tokens that see the state before them are run again from it. Where the gates
     (and ``|1 - beta k.k|`` where that is above 1) have decayed every state to nothing, there is no
     M to find or to send, and only the first tokens run twice; otherwise a piece costs three runs.
+    Where gates (or ``|1 - beta k.k|``) above 1 may multiply a state by more than 2^100 (2^900 in
+    float64), M is found in several parts, which takes longer.
 
     Traffic is independent of T: a rank sends at most ceil(log2(ranks)) messages of
-    ``B*H*K*(K+V)`` numbers in the dtype of the state, and one of ``B*H*K*V`` where decays leave
-    nothing. All else is as in :func:`gated_linear_attention`.
+    ``B*H*K*(K+V)`` numbers in the dtype of the state and ``B*H*K`` float64 ones, the exponents of
+    the columns of M, and one of ``B*H*K*V`` where decays leave nothing. All else is as in :func:`gated_linear_attention`.
 
     Examples
     --------

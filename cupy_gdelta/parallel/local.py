@@ -87,9 +87,7 @@ class Local:
                 read = np.matmul(p.q.array[:, some].transpose(0, 2, 1, 3), columns)
                 read = read.transpose(0, 2, 1, 3).reshape(p.B, -1, p.H, p.V)
                 part = y.array[:, some]
-                np.add(
-                    part, read * _near(weight[..., None], part.dtype), out=part, casting="same_kind"
-                )
+                np.add(part, _product(read, weight), out=part, casting="same_kind")
                 if not left.any():
                     return
 
@@ -172,9 +170,16 @@ def plain(x: View) -> Any:
     return x.owner.detach() if x.family == "torch" else x.owner
 
 
-def _near(weight: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """In ``dtype`` where all are in its range, else as wide as float64."""
+def _product(read: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """In the dtype of ``read``; as wide as float64 for entries and heads beyond its range.
+
+    What one entry gets does not depend on the weights of others.
+    """
     size, limits = np.abs(weight), np.finfo(np.float32)
-    fits = not ((size > limits.max) | ((size < limits.tiny) & (size > 0))).any()
+    far = ((size > limits.max) | ((size < limits.tiny) & (size > 0))).any(1)  # [B, H]
+    near = read * weight[..., None].astype(read.dtype)
+    if not far.any():
+        return near
     largest = np.finfo(np.float64).max
-    return weight.astype(dtype) if fits else weight.clip(-largest, largest).astype(np.float64)
+    wide = read * weight[..., None].clip(-largest, largest).astype(np.float64)
+    return np.where(far[:, None, :, None], wide, near)
