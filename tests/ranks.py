@@ -219,7 +219,8 @@ def grow(world: World, problem: dict, dtype: str, logs: bool) -> None:
 
     def check(gate, initial=None, rule="delta", **changes):
         gate = np.broadcast_to(np.float32(gate), (1, T, 2))
-        gates = {"log_gate": np.log(gate)} if logs else {"gate": gate}
+        with np.errstate(divide="ignore"):
+            gates = {"log_gate": np.log(gate)} if logs else {"gate": gate}
         changes = {n: np.broadcast_to(x, problem[n].shape) for n, x in changes.items()}
         kept = {n: x for n, x in problem.items() if n != "gate"}
         options = {} if initial is None else {"initial_state": initial, "scale": 8 / initial.max()}
@@ -230,6 +231,7 @@ def grow(world: World, problem: dict, dtype: str, logs: bool) -> None:
     wave = 2.0 ** (np.where(where // 300 % 2, bits, -bits) / 260)
     for rule in RULES:
         check(up, rule=rule, v=0)
+        check(np.where(where % 300 == 290, 0, 2.0**60), rule=rule, v=0)
         check(wave, large, rule, v=0, **({"beta": 0} if rule == "delta" else {}))
     check(0.25, k=np.eye(4)[0], beta=5)
     if dtype == "float64":

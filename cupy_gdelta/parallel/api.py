@@ -189,7 +189,8 @@ def gated_delta_rule(
 
     Traffic is independent of T: a rank sends at most ceil(log2(ranks)) messages of
     ``B*H*K*(K+V)`` numbers in the dtype of the state and ``B*H*K`` float64 ones, the exponents of
-    the columns of M, and one of ``B*H*K*V`` where decays leave nothing. All else is as in :func:`gated_linear_attention`.
+    the columns of M, and one of ``B*H*K*V`` where decays leave nothing. All else is as in
+    :func:`gated_linear_attention`.
 
     Examples
     --------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ GRADIENTS = {
     "delta": grad.gated_delta_rule_grad,
 }
 NUMBERS = 1 << 24  # in the output that a transition computes and nobody reads, at a time
+LARGEST = float(np.finfo(np.float64).max)
 BLOCK = 1 << 18  # numbers of y that are added to at a time
 
 
@@ -83,7 +85,7 @@ class Local:
             for at in range(0, stop, step):
                 some = slice(at, min(at + step, stop))
                 weight = self._products(some) * left
-                left = weight[:, -1:]
+                left = _finite(weight[:, -1:])
                 read = np.matmul(p.q.array[:, some].transpose(0, 2, 1, 3), columns)
                 read = read.transpose(0, 2, 1, 3).reshape(p.B, -1, p.H, p.V)
                 part = y.array[:, some]
@@ -104,7 +106,7 @@ class Local:
             for at in range(0, stop, step):
                 some = slice(at, min(at + step, stop))
                 weight = self._products(some) * left
-                left = weight[:, -1:]
+                left = space.xp.clip(weight[:, -1:], -LARGEST, LARGEST)
                 q, d = (space.wide(space.widened(x, some.start, some.stop)) for x in (p.q, dy))
                 q = q[:, :, :, None] * weight.reshape(*q.shape[:3], -1, 1)
                 q = q.reshape(p.B, -1, p.H, p.K).swapaxes(1, 2).swapaxes(2, 3)
@@ -116,10 +118,10 @@ class Local:
         p, space = self.p, self.space
         if p.gate is None:
             return space.zeros((p.B, some.stop - some.start, p.H), "float64").array + 1
-        gate = space.longer(space.widened(p.gate, some.start, some.stop))
-        if p.log_gate:
-            return space.xp.exp(space.xp.cumsum(gate, 1))
-        return space.xp.cumprod(gate, 1)
+        gate, xp = space.longer(space.widened(p.gate, some.start, some.stop)), space.xp
+        found = xp.exp(xp.cumsum(gate, 1)) if p.log_gate else xp.cumprod(gate, 1)
+        forgotten = xp.cumsum(gate == (-math.inf if p.log_gate else 0), 1) > 0
+        return xp.where(forgotten, 0.0, found)  # also where it has overflowed before
 
     def grad(
         self,
@@ -170,6 +172,12 @@ def plain(x: View) -> Any:
     return x.owner.detach() if x.family == "torch" else x.owner
 
 
+def _finite(weight: np.ndarray) -> np.ndarray:
+    """With infinities as the largest numbers of its dtype, of which a later gate of 0 makes 0."""
+    largest = np.finfo(weight.dtype).max
+    return weight.clip(-largest, largest)
+
+
 def _product(read: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """In the dtype of ``read``; as wide as float64 for entries and heads beyond its range.
 
@@ -180,6 +188,5 @@ def _product(read: np.ndarray, weight: np.ndarray) -> np.ndarray:
     near = read * weight[..., None].astype(read.dtype)
     if not far.any():
         return near
-    largest = np.finfo(np.float64).max
-    wide = read * weight[..., None].clip(-largest, largest).astype(np.float64)
+    wide = read * weight[..., None].clip(-LARGEST, LARGEST).astype(np.float64)
     return np.where(far[:, None, :, None], wide, near)
