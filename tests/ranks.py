@@ -575,7 +575,7 @@ def subgroup(world: World) -> None:
         arrays = world.family.arrays(problem, "float32")
         expected, state = REFERENCE[rule](**{n: host(x) for n, x in arrays.items()})
         if not inside and world.engine != "mpi":
-            with pytest.raises(TypeError, match="comm must be a communicator"):
+            with pytest.raises(ValueError, match="comm must be a group with this rank in it"):
                 PARALLEL[rule](**arrays, comm=comm)
             continue
         a, b = (90 * r // size for r in (rank, rank + 1))
@@ -588,6 +588,17 @@ def subgroup(world: World) -> None:
         between = comm.Create_intercomm(0, world.comm, 0 if inside else world.size - 1)
         with pytest.raises(TypeError, match="must be an intracommunicator"):
             PARALLEL["linear"](**arrays, comm=between)
+    if not inside and world.engine != "mpi":
+        return
+    if world.engine == "mpi":
+        null = sys.modules["mpi4py.MPI"].COMM_NULL
+        with pytest.raises(ValueError, match="must be a communicator in use; got a null or freed"):
+            PARALLEL["linear"](**arrays, comm=null)
+        comm.Free()
+    else:
+        dist.destroy_process_group(comm)
+    with pytest.raises(ValueError, match=r"gated_linear_attention: comm must be a .* in use; got"):
+        PARALLEL["linear"](**arrays, comm=comm)
 
 
 class OnDevice:

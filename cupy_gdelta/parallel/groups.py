@@ -13,6 +13,15 @@ from ..arrays import View
 from .links import Messages, from_host, on_host
 
 
+def known(group: Any) -> bool:
+    """Whether torch.distributed still has ``group``."""
+    try:
+        sys.modules["torch"].distributed.get_global_rank(group, 0)
+    except ValueError:
+        return False
+    return True
+
+
 class GroupLink:
     """Arrays on a GPU travel by nccl where the group has it, else by gloo from the host."""
 

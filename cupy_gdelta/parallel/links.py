@@ -44,15 +44,24 @@ def link(name: str, comm: Any) -> Link:
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     group = getattr(distributed, "ProcessGroup", None)
     if group is not None and isinstance(comm, group):
-        from .groups import GroupLink
+        from .groups import GroupLink, known
 
+        if not known(comm):
+            raise ValueError(f"{name}: comm must be a process group in use; got a destroyed one")
         return GroupLink(comm)
     if all(hasattr(comm, x) for x in ("Get_rank", "Isend", "Irecv", "Allgather", "Bcast")):
+        if not comm:
+            raise ValueError(f"{name}: comm must be a communicator in use; got a null or freed one")
         if comm.Is_inter():
             raise TypeError(f"{name}: comm must be an intracommunicator; got an intercommunicator")
         from .mpi import MPILink
 
         return MPILink(comm)
+    outside = getattr(getattr(distributed, "GroupMember", None), "NON_GROUP_MEMBER", None)
+    if outside is not None and type(comm) is type(outside) and comm == outside:
+        raise ValueError(
+            f"{name}: comm must be a group with this rank in it; got that of no member"
+        )
     raise TypeError(
         f"{name}: comm must be a communicator of mpi4py or a process group of torch.distributed; "
         f"got {type(comm).__name__}"
