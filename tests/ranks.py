@@ -575,7 +575,7 @@ def subgroup(world: World) -> None:
         arrays = world.family.arrays(problem, "float32")
         expected, state = REFERENCE[rule](**{n: host(x) for n, x in arrays.items()})
         if not inside and world.engine != "mpi":
-            with pytest.raises(ValueError, match="comm must be a group with this rank in it"):
+            with pytest.raises(ValueError, match="comm must be a group that this rank is in"):
                 PARALLEL[rule](**arrays, comm=comm)
             continue
         a, b = (90 * r // size for r in (rank, rank + 1))
@@ -644,6 +644,9 @@ class Counting:
         self.gathered.append(x.nbytes)
         self._comm.Allgather(x, found)
 
+    def Get_attr(self, key):
+        return self
+
     def Bcast(self, x, root):
         raise AssertionError("nobody has asked for this")
 
@@ -666,6 +669,25 @@ def traffic(world: World) -> None:
         rounds = max(0, world.size - 1).bit_length()
         assert len(comm.sent) <= rounds
         assert comm.gathered == [agree.SIZE] + [1] * (world.size > 2)
+
+
+def wildcards(world: World) -> None:
+    """A receive of the caller from any rank with any tag takes no message of ours."""
+    MPI = sys.modules["mpi4py.MPI"]
+    one = np.ones((1, 30, 1, 4), np.float32)
+    for comm in (world.comm, world.comm.Dup(), world.comm.Dup().Dup()):
+        found = np.zeros(1)
+        request = comm.Irecv(found, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)
+        for _ in range(2):
+            y = parallel.gated_linear_attention(one, one, one, comm=comm)
+            assert y[0, 0, 0, 0] == 4 * (30 * world.rank + 1)
+        comm.Send(np.full(1, 5.0), dest=(world.rank + 1) % world.size)
+        request.Wait()
+        assert found[0] == 5
+    for _ in range(3000):  # more than there can be at a time
+        comm = world.comm.Dup()
+        links.link("test", comm)
+        comm.Free()
 
 
 def death(world: World) -> None:
@@ -697,6 +719,7 @@ TESTS = {
     "subgroup": subgroup,
     "staging": staging,
     "traffic": traffic,
+    "wildcards": wildcards,
     "death": death,
 }
 

@@ -29,7 +29,7 @@ SMALL = (
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_over_mpi(ranks):
-    names = (*SMALL, "lasting", "growing", "subgroup", "staging", "traffic")
+    names = (*SMALL, "lasting", "growing", "subgroup", "staging", "traffic", "wildcards")
     done = mpi(ranks, PROGRAM, "mpi", "numpy", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "".join(f"{name} passed\n" for name in names)

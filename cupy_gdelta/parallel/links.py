@@ -59,9 +59,7 @@ def link(name: str, comm: Any) -> Link:
         return MPILink(comm)
     outside = getattr(getattr(distributed, "GroupMember", None), "NON_GROUP_MEMBER", None)
     if outside is not None and type(comm) is type(outside) and comm == outside:
-        raise ValueError(
-            f"{name}: comm must be a group with this rank in it; got that of no member"
-        )
+        raise ValueError(f"{name}: comm must be a group that this rank is in; got {outside!r}")
     raise TypeError(
         f"{name}: comm must be a communicator of mpi4py or a process group of torch.distributed; "
         f"got {type(comm).__name__}"

@@ -13,14 +13,14 @@ import numpy as np
 from ..arrays import View
 from .links import Messages, from_host, on_host
 
-TAG = 24007  # of every message, which a caller's own receives then do not take
+TAG = 24007  # of every message
 
 
 class MPILink:
     """Arrays on a GPU travel as they are where the MPI says that it can read them."""
 
     def __init__(self, comm: Any) -> None:
-        self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
+        self.comm, self.rank, self.size = _own(comm), comm.Get_rank(), comm.Get_size()
 
     def refuses(self, v: View) -> str:
         return ""
@@ -57,6 +57,24 @@ class MPILink:
         self.comm.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, buffer)
         if buffer is not x:
             from_host(x, buffer)
+
+
+def _own(comm: Any) -> Any:
+    """A duplicate of ``comm``, in which no receive of the caller takes a message.
+
+    The first call makes it, all ranks together; it is freed with ``comm``.
+    """
+    found = comm.Get_attr(_key())
+    if found is None:
+        found = comm.Dup()
+        comm.Set_attr(_key(), found)
+    return found
+
+
+@functools.cache
+def _key() -> int:
+    """Of the attribute of a communicator that holds its duplicate, which its duplicates lack."""
+    return sys.modules["mpi4py.MPI"].Comm.Create_keyval(delete_fn=lambda comm, key, own: own.Free())
 
 
 def _buffer(x: Any, *, filled: bool) -> Any:
