@@ -39,7 +39,7 @@ def made_up(path, size):
     letters = np.frombuffer(b"etaoinshrdlucmfwypvbgk", np.uint8)
     words = [letters[rng.integers(0, len(letters), n)] for n in rng.integers(2, 9, 2000)]
     words = [word.tobytes() + b" " for word in words]
-    chosen = rng.zipf(1.4, size // 3) % len(words)
+    chosen = rng.zipf(1.4, size // 3 + 1) % len(words)
     path.write_bytes(b"".join([words[i] for i in chosen])[:size])
 
 
@@ -139,6 +139,8 @@ def main(argv=None):
         parser.error("--tokens must be 2 or more, --width from 1 to 256, --gate from 0 to 1")
     if options.file and not options.file.is_file():
         parser.error(f"there is no file {options.file}")
+    if options.file and options.file.stat().st_size < 2:
+        parser.error(f"{options.file} must have 2 bytes or more; it has fewer")
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = options.file or pathlib.Path(comm.bcast(folder)) / "text"

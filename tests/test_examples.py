@@ -319,11 +319,23 @@ def test_long_sequence_keeps_what_it_has_seen(load, tmp_path):
 def test_long_sequence_makes_its_text(load, capsys):
     pytest.importorskip("mpi4py")
     module = load("long_sequence")
-    assert module.main(["--tokens", "5000"]) == 0
-    assert "5,000 bytes on 1 rank" in capsys.readouterr().out
-    for wrong in (["--tokens", "1"], ["--gate", "2"], ["--file", "nowhere"]):
+    for count, text in ((5000, "5,000"), (2, "2"), (3, "3")):
+        assert module.main(["--tokens", str(count)]) == 0
+        out = capsys.readouterr().out
+        assert f"{text} bytes on 1 rank" in out
+        assert "nan" not in out
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_long_sequence_refuses_what_is_too_short(capsys, load, tmp_path, size):
+    pytest.importorskip("mpi4py")
+    module = load("long_sequence")
+    file = tmp_path / "short"
+    file.write_bytes(b"a" * size)
+    for wrong in (["--tokens", "1"], ["--gate", "2"], ["--file", "nowhere"], ["--file", str(file)]):
         with pytest.raises(SystemExit, match="2"):
             module.main(wrong)
+        assert "must" in capsys.readouterr().err or "nowhere" in wrong
 
 
 def test_long_sequence_without_mpi4py(capsys, load, monkeypatch):
