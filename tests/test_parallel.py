@@ -11,6 +11,7 @@ from conftest import python
 from launch import ENVIRONMENT, PROGRAM, group, mpi
 
 from cupy_gdelta import parallel
+from cupy_gdelta.bench import ranks
 from cupy_gdelta.parallel import model
 from cupy_gdelta.parallel.pieces import share
 
@@ -109,6 +110,12 @@ def test_the_torch_benchmark():
     assert lines[0].startswith("2 ranks, CPU, gloo")
     assert [line.split()[:2] for line in lines[2:]] == [["delta", "decaying"], ["delta", "lasting"]]
     assert all("1 messages" in line and "efficiency" in line for line in lines[2:])
+
+
+def test_the_torch_benchmark_without_torch(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert ranks.main([]) == 2
+    assert capsys.readouterr().err.endswith("torch is not installed: pip install torch\n")
 
 
 def test_no_engine_is_imported():

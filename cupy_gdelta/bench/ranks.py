@@ -10,6 +10,7 @@ takes for all tokens over the number of ranks times that. ``decaying`` gates are
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -38,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--cpu", action="store_true", help="gloo between CPU processes")
     options = parser.parse_args(argv)
+    if not importlib.util.find_spec("torch"):
+        print("cupy_gdelta.bench.ranks: torch is not installed: pip install torch", file=sys.stderr)
+        return 2
     if "RANK" in os.environ:
         return work(options)
     with tempfile.TemporaryDirectory() as folder:

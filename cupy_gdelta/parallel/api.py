@@ -32,19 +32,24 @@ def gated_linear_attention(
     Parameters
     ----------
     q, k, v, gate, beta, log_gate : array
-        This rank's tokens: T may differ from rank to rank and be 0; everything else is the same on
-        all ranks. Shapes and dtypes are those of one rank's function.
+        This rank's tokens: T may differ from rank to rank and be 0, and so may whether there is a
+        gate, a log_gate or neither, and a beta; everything else is the same on all ranks. Shapes
+        and dtypes are those of one rank's function.
     comm : mpi4py communicator or torch.distributed process group
         The ranks. MPI takes NumPy and CuPy arrays and torch tensors; what lies on a GPU is copied
         to the host for it unless the MPI says that it reads CUDA memory. Process groups take the
-        same: gloo from the CPU, nccl on the current CUDA device of each process.
+        same: gloo from the CPU, nccl on the current CUDA device of each process. The first call
+        with an MPI communicator duplicates it, for messages of its own; the duplicate is freed
+        with it.
     initial_state : array, shape (N, H, K, V), optional
         State before the first token of each of the N sequences: on rank 0 alone, which passes the
         rows on to the ranks where those sequences start, or on all ranks, which then read their own
         rows.
     cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
         Offsets of the N sequences among the tokens of all ranks, the same on all ranks: a sequence
-        may start on one rank and end on another. A GPU array is copied to the host.
+        may start on one rank and end on another. Offsets among a rank's own tokens are wrong, and
+        where they are the same on all ranks nothing refuses them: tokens past the last offset
+        belong to no sequence, and their y is 0. A GPU array is copied to the host.
     return_state : bool or "all", default False
         Also return the final states: True to the last rank, "all" to every rank.
     scale, out, precision
@@ -61,8 +66,8 @@ def gated_linear_attention(
     ------
     TypeError, ValueError
         Before any work, the same on all ranks, naming the rank, the argument, the rule it breaks
-        and the value it has: also where ranks disagree. A ``comm`` that is none is refused on its
-        rank alone.
+        and the value it has: also where ranks disagree. A ``comm`` that is none, or is null, freed
+        or destroyed, or a group without this rank, is refused on its rank alone.
 
     Notes
     -----
@@ -149,8 +154,9 @@ def gated_delta_rule(
     Parameters
     ----------
     q, k, v, gate, beta, log_gate : array
-        This rank's tokens: T may differ from rank to rank and be 0; everything else is the same on
-        all ranks. Shapes and dtypes are those of one rank's function.
+        This rank's tokens: T may differ from rank to rank and be 0, and so may whether there is a
+        gate, a log_gate or neither, and a beta; everything else is the same on all ranks. Shapes
+        and dtypes are those of one rank's function.
     comm : mpi4py communicator or torch.distributed process group
         The ranks, as in :func:`gated_linear_attention`.
     initial_state : array, shape (N, H, K, V), optional
@@ -159,7 +165,9 @@ def gated_delta_rule(
         rows.
     cu_seqlens : sequence of int or integer array, shape (N + 1,), optional
         Offsets of the N sequences among the tokens of all ranks, the same on all ranks: a sequence
-        may start on one rank and end on another. A GPU array is copied to the host.
+        may start on one rank and end on another. Offsets among a rank's own tokens are wrong, and
+        where they are the same on all ranks nothing refuses them: tokens past the last offset
+        belong to no sequence, and their y is 0. A GPU array is copied to the host.
     return_state : bool or "all", default False
         Also return the final states: True to the last rank, "all" to every rank.
     scale, qk_l2norm, out, precision
