@@ -5,6 +5,8 @@
 
 #ifdef SIMT_HOST
 #include <simt.h>
+// and, of what sm_90a adds
+#include <hopper.h>
 
 inline unsigned pack_bfloat16(float low, float high) {
   return float_to_bfloat16_bits(low) | static_cast<unsigned>(float_to_bfloat16_bits(high)) << 16;
@@ -112,5 +114,209 @@ template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+// What sm_90a adds: barriers in shared memory, copies of tiles by the copy engine, products of
+// whole warpgroups (wgmma), and registers moved between warpgroups.
+
+// A copy engine's view of an array, made by cuTensorMapEncodeTiled on the host.
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+
+// A barrier in shared memory. Phases end one after the other; wait(n % 2) returns once phase n
+// ended.
+struct Barrier {
+  unsigned long long word;
+
+  __device__ __forceinline__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals)
+                 : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+  }
+  // One arrival, and as many bytes of copies to come before the phase ends.
+  __device__ __forceinline__ void arrive_and_expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+                 "r"(bytes)
+                 : "memory");
+  }
+  __device__ __forceinline__ void wait(unsigned parity) {
+    unsigned done;
+    do {
+      asm volatile(
+          "{\n.reg .pred p;\n"
+          "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(shared_address(this)), "r"(parity)
+          : "memory");
+    } while (!done);
+  }
+};
+
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Makes this thread's writes to shared memory known to the copy engine and to wgmma.
+__device__ __forceinline__ void fence_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Barrier among kThreads threads of a block; ids from 1 on.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// A tile at (col, head, token, batch) into shared memory; what lies outside the array reads as 0.
+__device__ __forceinline__ void load_tile(void* to, const TensorMap& map, int col, int h, int t,
+                                          int b, Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(col), "r"(h), "r"(t), "r"(b)
+      : "memory");
+}
+// The other way; what lies outside the array is not written.
+__device__ __forceinline__ void store_tile(const TensorMap& map, const void* from, int col, int h,
+                                           int t, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(shared_address(from)), "r"(col), "r"(h), "r"(t), "r"(b)
+      : "memory");
+}
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until this thread's stores have read shared memory.
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void wait_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Registers a thread of this warpgroup has from here on; all of the block's must do with what they
+// had at launch, kBefore each.
+template <int kBefore, int kAfter>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kAfter > kBefore)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAfter));
+  else if constexpr (kAfter < kBefore)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kAfter));
+}
+
+// Four 8 x 8 tiles of 16-bit numbers; lane l gives the address of row l % 8 of tile l / 8.
+__device__ __forceinline__ void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2,
+                                            unsigned r3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
+}
+
+// Tiles in shared memory are rows of 64 16-bit numbers, 128 bytes, whose eight vectors of 16 bytes
+// are swapped about: vector i of row r lies at i ^ r % 8. A tile begins at a multiple of 1024
+// bytes.
+__device__ __forceinline__ int swizzled(int row, int vector) {  // in 16-bit numbers
+  return row * 64 + (vector ^ row % 8) * 8;
+}
+
+// What wgmma reads: a factor in swizzled tiles, from an address on. Where the sum runs along
+// columns, leading is of no account; where it runs along rows, it is the distance from tile to
+// tile.
+__device__ __forceinline__ unsigned long long factor(const void* tile, int leading_bytes = 16) {
+  const unsigned long long at = shared_address(tile) / 16;
+  return at | static_cast<unsigned long long>(leading_bytes / 16) << 16 |
+         static_cast<unsigned long long>(1024 / 16) << 32 | 1ull << 62;
+}
+
+// Before a product's registers or shared memory are touched by wgmma, and after they have been.
+__device__ __forceinline__ void wgmma_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving uses of a product's registers over a wait.
+template <int n>
+__device__ __forceinline__ void settle(float (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// 0, once a product with this number in its result is done. The registers of a left factor must not
+// be written before that, which the compiler does not see to: make what is written depend on this,
+// and let the factor be read once more, as in next | factor & after(result, zero).
+__device__ __forceinline__ unsigned after(float result, unsigned zero) {
+  return __float_as_uint(result) & zero;
+}
+
+#define REGISTERS_32(x, i)                                                                    \
+  "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), \
+      "+f"(x[i + 6]), "+f"(x[i + 7]), "+f"(x[i + 8]), "+f"(x[i + 9]), "+f"(x[i + 10]),        \
+      "+f"(x[i + 11]), "+f"(x[i + 12]), "+f"(x[i + 13]), "+f"(x[i + 14]), "+f"(x[i + 15]),    \
+      "+f"(x[i + 16]), "+f"(x[i + 17]), "+f"(x[i + 18]), "+f"(x[i + 19]), "+f"(x[i + 20]),    \
+      "+f"(x[i + 21]), "+f"(x[i + 22]), "+f"(x[i + 23]), "+f"(x[i + 24]), "+f"(x[i + 25]),    \
+      "+f"(x[i + 26]), "+f"(x[i + 27]), "+f"(x[i + 28]), "+f"(x[i + 29]), "+f"(x[i + 30]),    \
+      "+f"(x[i + 31])
+#define NUMBERS_32                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NUMBERS_64                                                                          \
+  NUMBERS_32                                                                                \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+  "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d (+)= a b: 64 rows by 64 or 128 columns, a sum of 16. A warp has 16 rows, in the layout of mma.
+// kRows: b's sum runs along its rows in shared memory. fresh: d was nothing before.
+template <bool kRows>
+__device__ __forceinline__ void wgmma(float (&d)[32], unsigned long long a, unsigned long long b,
+                                      bool fresh = false) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NUMBERS_32
+      "}, %32, %33, p, 1, 1, 0, %35;\n}"
+      : REGISTERS_32(d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<unsigned>(fresh)), "n"(kRows ? 1 : 0));
+}
+template <bool kRows>
+__device__ __forceinline__ void wgmma(float (&d)[64], unsigned long long a, unsigned long long b,
+                                      bool fresh = false) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NUMBERS_64
+      "}, %64, %65, p, 1, 1, 0, %67;\n}"
+      : REGISTERS_32(d, 0), REGISTERS_32(d, 32)
+      : "l"(a), "l"(b), "r"(static_cast<unsigned>(fresh)), "n"(kRows ? 1 : 0));
+}
+template <bool kRows>
+__device__ __forceinline__ void wgmma(float (&d)[32], const unsigned (&a)[4],
+                                      unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NUMBERS_32
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
+               : REGISTERS_32(d, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRows ? 1 : 0));
+}
+template <bool kRows>
+__device__ __forceinline__ void wgmma(float (&d)[64], const unsigned (&a)[4],
+                                      unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NUMBERS_64
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, %69;"
+               : REGISTERS_32(d, 0), REGISTERS_32(d, 32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRows ? 1 : 0));
+}
+#undef REGISTERS_32
+#undef NUMBERS_32
+#undef NUMBERS_64
 
 #endif

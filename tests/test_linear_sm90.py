@@ -136,14 +136,17 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
 # Waits of one block. Left out: those of stores, which come at once here; the end of the first pass,
 # which takes several blocks; the last wait for decays, which the state that is waited for implies.
 WAIT = re.compile(r"(?:shared\.\w+\[[^;]*\]\.wait\(|wgmma_wait<\d>\()[^;]*;")
+FILES = ("feed_sm90.cuh", "state_sm90.cuh", "linear_sm90.cu")
 MADE = "decays_made[table.slot].wait"
 
 
 def waits() -> list[str]:
-    found = WAIT.findall((loader.folder() / "linear_sm90.cu").read_text())
+    found = []
+    for file in FILES:
+        texts = WAIT.findall((loader.folder() / file).read_text())
+        found += [f"{file} {i} {text}" for i, text in enumerate(texts)]
     last = max(i for i, text in enumerate(found) if MADE in text)
-    names = [f"{i} {text}" for i, text in enumerate(found)]
-    return [x for i, x in enumerate(names) if i != last and "state_made[turn]" not in x]
+    return [x for i, x in enumerate(found) if i != last and "state_made[turn]" not in x]
 
 
 def odd_packed(rng) -> tuple[Case, dict]:
@@ -172,16 +175,16 @@ def test_the_tail_of_a_sequence_is_its_own(order, kernels, rng):
 @needs_compiler
 @pytest.mark.parametrize("wait", waits())
 def test_a_wait_left_out_is_caught(wait, tmp_path, rng):
-    which = wait.partition(" ")[0]
+    file, which, *_ = wait.split(" ")
     for path in loader.folder().glob("*.cu*"):
         shutil.copy(path, tmp_path)
-    planted = tmp_path / "linear_sm90.cu"
+    planted = tmp_path / file
     source = planted.read_text()
     at = list(WAIT.finditer(source))[int(which)]
     planted.write_text(source[: at.start()] + ";" + source[at.end() :])
     cases = Case(64, 64, T=700), Case(128, 128, T=700)
     names = list(dict.fromkeys(linear_sm90.expression(case.tile) for case in cases))
-    broken = simt.Kernels(planted, names)
+    broken = simt.Kernels(tmp_path / "linear_sm90.cu", names)
 
     def run() -> None:
         for order in simt.ORDERS:

@@ -1,7 +1,7 @@
-// Host twins of cuda/hopper.cuh: barriers in shared memory, the copy engine and warpgroup products.
-// What is asynchronous on a GPU comes as late as it may: a copied tile holds NaN until somebody
-// waits for it, and a product's result is NaN until its group has been waited for, its factors in
-// shared memory being read no sooner.
+// Host twins of what cuda/ptx.cuh has for sm_90a: barriers in shared memory, the copy engine and
+// warpgroup products. What is asynchronous on a GPU comes as late as it may: a copied tile holds
+// NaN until somebody waits for it, and a product's result is NaN until its group has been waited
+// for, its factors in shared memory being read no sooner.
 #pragma once
 #pragma push_macro("__noinline__")  // the standard library has a use of its own for it
 #undef __noinline__

@@ -1,0 +1,219 @@
+// What the roles of linear_sm90.cu share, and the one that feeds: copies of q, k and v, and decays.
+#pragma once
+#include "chunk.cuh"
+
+constexpr int kGroup = 128;         // threads of a warpgroup
+constexpr int kTile = kChunk * 64;  // 16-bit numbers of a tile of 64 rows
+constexpr int kDecayWarps = 3;
+
+// States of pieces lie as the warpgroups hold them: see Places.
+struct PieceArgs {
+  float* states;       // (pieces, N, H, K * V of the kernel): after each from zero, then before it
+  float* decays;       // (pieces, N, H)
+  unsigned* arrivals;  // (N, H, 2), zeros: pieces with a state, and blocks done putting together
+  long long piece_size;  // tokens, whole chunks
+  int pieces;
+  int K, V;       // as given; the kernel's own are rounded up to tiles
+  unsigned zero;  // 0, which the compiler must not know: see after
+};
+
+template <int K, int V>
+struct Shape {
+  static constexpr int kKeyTiles = K / 64, kValueTiles = V / 64;
+  static constexpr int kStateGroups = kKeyTiles, kOutGroups = 3 - kStateGroups;
+  static constexpr int kThreads = 4 * kGroup;
+  static constexpr bool kLarge = K * V > 64 * 128;
+  static constexpr int kDecays = kLarge ? 3 : 6;  // tables, the same number for each warp
+  static constexpr int kStates = kLarge ? 1 : 2;
+  static constexpr int kQuery = kKeyTiles * kTile,
+                       kKeysAndValues = (kKeyTiles + kValueTiles) * kTile;
+  static constexpr int kStateSize = kKeyTiles * kValueTiles * kTile;
+  static constexpr int kOutSize = kValueTiles * kTile;
+  static constexpr int kFeedRegisters = kLarge ? 80 : 88;  // of a thread; 512 in the four groups
+  static constexpr int kStateRegisters = 136;
+  static constexpr int kOutRegisters = kLarge ? 160 : 144;
+  static constexpr int kConsumers = 4 * (kStateGroups + 1);  // warps, of one chunk
+};
+
+// Everything in shared memory, from a multiple of 1024 bytes on. Sizes are in 16-bit numbers.
+template <class S, int kStages>
+struct Shared {
+  unsigned short stages[kStages][S::kQuery + S::kKeysAndValues];  // q, k, v
+  unsigned short states[S::kStates][S::kStateSize];
+  unsigned short outs[S::kOutGroups][S::kOutSize];
+  Decay decays[S::kDecays];
+  GateRing gates;
+  Barrier loaded[kStages], free[kStages];
+  Barrier decays_made[S::kDecays], decays_free[S::kDecays];
+  Barrier state_made[S::kStates], state_free[S::kStates];
+};
+
+// One of n things by turns, and how often it has been come back to, modulo 2.
+template <int n>
+struct Turn {
+  int slot = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++slot == n) slot = 0, parity ^= 1;
+  }
+};
+
+// The items of one block, one after the other: sequences of heads, or one piece of one. Packed
+// sequences are dealt out by their lengths, in runs of about as many tokens for every block.
+struct Walk {
+  const CallArgs& a;
+  const PieceArgs& cut;
+  int item, step, items;
+  int n = 0, b = 0, h = 0, piece = 0, start = 0, stop = 0, end = 0, chunks = 0;
+
+  __device__ __forceinline__ Walk(const CallArgs& call, const PieceArgs& pieces)
+      : a(call), cut(pieces), item(blockIdx.x), step(gridDim.x) {
+    items = static_cast<int>(a.N * a.H) * cut.pieces;
+    if (a.cu_seqlens && cut.pieces == 1) {
+      const long long all = weight(a, static_cast<int>(a.N)) * a.H;
+      item = first_from(a, all * blockIdx.x / gridDim.x);
+      if (blockIdx.x + 1 < gridDim.x) items = first_from(a, all * (blockIdx.x + 1) / gridDim.x);
+      step = 1;
+    }
+  }
+
+  __device__ __forceinline__ bool next() {
+    if (item >= items) return false;
+    const int H = static_cast<int>(a.H), nh = item / cut.pieces;
+    piece = item % cut.pieces;
+    n = nh / H;
+    h = nh % H;
+    const Sequence seq = sequence(a, n);
+    b = static_cast<int>(seq.b);
+    end = static_cast<int>(seq.stop);
+    start = static_cast<int>(min(seq.start + piece * cut.piece_size, seq.stop));
+    stop = static_cast<int>(min(start + cut.piece_size, seq.stop));
+    chunks = (stop - start + kChunk - 1) / kChunk;
+    item += step;
+    return true;
+  }
+  __device__ __forceinline__ long long head() const { return n * a.H + h; }
+  __device__ __forceinline__ bool last_piece() const { return piece == cut.pieces - 1; }
+  // The first token of the chunk that is worked on in turn c.
+  __device__ __forceinline__ int token(int c, bool backwards) const {
+    return start + (backwards ? chunks - 1 - c : c) * kChunk;
+  }
+
+ private:
+  // Tokens before sequence n, and a chunk for what each sequence costs besides.
+  static __device__ __forceinline__ long long weight(const CallArgs& a, int n) {
+    return offset(a, n) + static_cast<long long>(kChunk) * n;
+  }
+  // The first item with at least so much weight before it.
+  static __device__ __forceinline__ int first_from(const CallArgs& a, long long before) {
+    int low = 0, high = static_cast<int>(a.N);
+    while (low + 1 < high) {
+      const int middle = low + (high - low) / 2;
+      (weight(a, middle) * a.H <= before ? low : high) = middle;
+    }
+    const long long own = max(weight(a, low + 1) - weight(a, low), 1ll);
+    const long long rest = before - weight(a, low) * a.H, heads = (rest + own - 1) / own;
+    return low * static_cast<int>(a.H) + static_cast<int>(max(0ll, min(heads, a.H)));
+  }
+};
+
+// Where what a thread holds of a state belongs. Number i of a warp's 16 rows is at row
+// lane / 4 + i / 2 % 2 * 8 and column i / 4 * 8 + lane % 4 * 2 + i % 2.
+template <int K, int V>
+struct Places {
+  int row, col, thread;
+
+  // f(number, its place in a (K, V) array of the user's, whether it is there)
+  template <class F>
+  __device__ __forceinline__ void each(float (&x)[V / 2], const PieceArgs& pieces, F f) const {
+    const int upper = row * pieces.V + col, lower = upper + 8 * pieces.V;
+#pragma unroll
+    for (int i = 0; i < V / 2; i++) {
+      const int step = i / 4 * 8 + i % 2;
+      const bool below = i / 2 % 2;
+      f(x[i], (below ? lower : upper) + step,
+        row + (below ? 8 : 0) < pieces.K && col + step < pieces.V);
+    }
+  }
+  // The same for the state of a piece, four numbers at once.
+  __device__ __forceinline__ void read(float (&x)[V / 2], const float4* from) const {
+#pragma unroll
+    for (int i = 0; i < V / 8; i++) {
+      const float4 y = __ldcg(from + i * (2 * K) + thread);
+      x[4 * i] = y.x, x[4 * i + 1] = y.y, x[4 * i + 2] = y.z, x[4 * i + 3] = y.w;
+    }
+  }
+  __device__ __forceinline__ void write(const float (&x)[V / 2], float4* to) const {
+#pragma unroll
+    for (int i = 0; i < V / 8; i++)
+      __stcg(to + i * (2 * K) + thread, float4{x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]});
+  }
+};
+
+// Has gates of chunk c of an item fetched, which is the slot-th of the block.
+__device__ __forceinline__ void fetch_gates(GateRing& gates, const Walk& w, int c, unsigned slot,
+                                            bool backwards, int lane) {
+  const int t = w.token(c, backwards);
+  gates.fetch(slot % GateRing::kSlots, w.a, w.b, w.h, t, c < w.chunks ? w.stop : t, lane);
+}
+
+// Has the chunks of an item copied, by one thread.
+template <class S, int kStages>
+__device__ __forceinline__ void load(Shared<S, kStages>& shared, const Walk& w,
+                                     Turn<kStages>& stage, const TensorMap& q_map,
+                                     const TensorMap& k_map, const TensorMap& v_map,
+                                     bool backwards) {
+  const int hq = w.h / static_cast<int>(w.a.group);
+  for (int c = 0; c < w.chunks; c++, stage.next()) {
+    const int t = w.token(c, backwards);
+    unsigned short* to = shared.stages[stage.slot];
+    Barrier& barrier = shared.loaded[stage.slot];
+    shared.free[stage.slot].wait(stage.parity ^ 1);
+    barrier.arrive_and_expect(2 * (S::kKeysAndValues + (backwards ? 0 : S::kQuery)));
+    for (int i = 0; i < S::kKeyTiles; i++, to += kTile)
+      if (!backwards) load_tile(to, q_map, i * 64, hq, t, w.b, barrier);
+    for (int i = 0; i < S::kKeyTiles; i++, to += kTile)
+      load_tile(to, k_map, i * 64, hq, t, w.b, barrier);
+    for (int i = 0; i < S::kValueTiles; i++, to += kTile)
+      load_tile(to, v_map, i * 64, w.h, t, w.b, barrier);
+  }
+}
+
+// Makes the decays of every third chunk of a block, by one warp; done counts the block's chunks
+// before those of this pass.
+template <class S, int kStages>
+__device__ __forceinline__ void make_decays(Shared<S, kStages>& shared, const Walk& w,
+                                            unsigned done, unsigned turn, bool backwards,
+                                            int lane) {
+  const int first = (turn + kDecayWarps - done % kDecayWarps) % kDecayWarps;
+#pragma unroll 1
+  for (int c = first; c < first + 3 * kDecayWarps; c += kDecayWarps)
+    fetch_gates(shared.gates, w, c, done + c, backwards, lane);
+  for (int c = first; c < w.chunks; c += kDecayWarps) {
+    const unsigned at = done + c, table = at % S::kDecays;
+    const int left = w.stop - w.token(c, backwards);
+    Decay& decay = shared.decays[table];
+    cp_async_wait<2>();
+    shared.decays_free[table].wait(at / S::kDecays % 2 ^ 1);
+    shared.gates.fill(decay, at % GateRing::kSlots, w.a, left, lane);
+    __syncwarp();
+    if (!backwards) decay.fill_diagonal(lane);
+    if (left < kChunk && w.stop < w.a.T) {  // tokens of the next sequence, which may be NaN
+      const unsigned stage = at % kStages, before = at - kStages;
+      unsigned short* const keys = shared.stages[stage] + S::kQuery;
+      if constexpr (kStages < S::kDecays)  // the stage is on its way to this chunk, not to the last
+        if (at >= kStages) shared.decays_free[before % S::kDecays].wait(before / S::kDecays % 2);
+      shared.loaded[stage].wait(at / kStages % 2);
+#pragma unroll 1
+      for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
+#pragma unroll 1
+        for (int e = left * 64 + lane; e < kTile; e += 32) keys[i * kTile + e] = 0;
+      fence_shared();
+    }
+    __syncwarp();
+    if (lane == 0) shared.decays_made[table].arrive();
+    const int later = c + 3 * kDecayWarps;
+    fetch_gates(shared.gates, w, later, done + later, backwards, lane);
+  }
+}
