@@ -11,6 +11,11 @@
 inline unsigned pack_bfloat16(float low, float high) {
   return float_to_bfloat16_bits(low) | static_cast<unsigned>(float_to_bfloat16_bits(high)) << 16;
 }
+
+inline void unpack_bfloat16(unsigned x, float& low, float& high) {
+  low = bfloat16_bits_to_float(static_cast<unsigned short>(x));
+  high = bfloat16_bits_to_float(static_cast<unsigned short>(x >> 16));
+}
 #else
 
 // Dynamic shared memory of a kernel, `name` of element type `type`, aligned for 16-byte access.
@@ -53,6 +58,11 @@ __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
   unsigned y;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
+}
+
+__device__ __forceinline__ void unpack_bfloat16(unsigned x, float& low, float& high) {
+  asm("prmt.b32 %0, %1, 0, 0x1044;" : "=f"(low) : "r"(x));
+  asm("prmt.b32 %0, %1, 0, 0x3244;" : "=f"(high) : "r"(x));
 }
 
 // d += a b: a 16 x 16 by rows, b 16 x 8 by columns, d 16 x 8.

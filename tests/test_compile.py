@@ -102,8 +102,11 @@ def step_instantiations(rule, dtype, K, V, bytes_, normalise) -> list[str]:
     """Those of decode steps, by the dtype of states: that of q matters for few loads."""
     kinds = {"float64": ("float64",), "bfloat16": ("float32", "bfloat16")}.get(dtype, ())
     return [
-        step.expression(rule, dtype, kept, unit, K, V, step_tile.best_tile(K, V, kept, bytes_))
+        step.expression(
+            rule, dtype, kept, T, unit, K, V, step_tile.best_tile(K, V, kept, T == 1, bytes_)
+        )
         for kept in kinds
+        for T in (1, 2)
         for unit in (normalise[-1:] if rule == "delta" else (False,))
     ]
 

@@ -123,6 +123,10 @@ CASES = [
     Case("delta", "bfloat16", "bfloat16", 64, 96, T=2, rows=(3, -1, 0), B=3, H=4),
     Case("linear", "float16", "float16", 40, 17, T=2, B=3, rows=(2, 0, 9)),
     Case("linear", "bfloat16", "float16", 9, 24, rows=(-1, -1)),
+    Case("delta", "bfloat16", "bfloat16", 128, 128, H=1, Hq=1, states_out=True),
+    Case("linear", "bfloat16", "bfloat16", 128, 72, B=3, H=2, Hq=1, rows=(1, 0, 4)),
+    Case("delta", "float32", "float16", 40, 24, options={"qk_l2norm": True, "scale": 0.3}),
+    Case("linear", "float16", "float16", 33, 17),
     Case("delta", "float16", "bfloat16", 33, 8, T=5, options={"qk_l2norm": True, "scale": 0.3}),
     Case("linear", "float64", "float64", 33, 1, T=2),
     Case("delta", "float64", "float64", 1, 1, gate="1e-37", T=4),
@@ -143,7 +147,7 @@ CASES = [
 
 def expression(p: step_problem.StepProblem) -> str:
     """The instantiation for a problem whose arrays have addresses."""
-    how = (p.rule, p.dtype, p.state.dtype, p.qk_l2norm, p.K, p.V)
+    how = (p.rule, p.dtype, p.state.dtype, p.T, p.qk_l2norm, p.K, p.V)
     return step.expression(*how, step.chosen(p))
 
 
@@ -160,7 +164,7 @@ def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how: Any) -> None:
     memory = {n: v.array for n, v in zip(names, views, strict=True) if v is not None}
     kernels.launch(
         expression(located(p)),
-        (5, -(-case.B * case.H * -(-case.V // tile.block_cols) // 5)),  # some blocks too many
+        (case.H * -(-case.V // tile.block_cols), 2, -(-case.B // 2)),  # some blocks too many
         tile.threads,
         tile.shared_bytes(p.T, sums),
         [np.frombuffer(packed, np.dtype((np.void, step.BYTES)))[0]],
@@ -261,14 +265,20 @@ def test_a_missing_barrier_is_caught(which, tmp_path, rng):
         shutil.copy(path, tmp_path)
     planted = tmp_path / "step.cu"
     parts = planted.read_text().split("__syncthreads();")
-    assert len(parts) == BARRIERS + 1 >= 4
+    assert len(parts) == BARRIERS + 1 == 3
     head, tail = parts[: which + 1], parts[which + 1 :]
     planted.write_text("__syncthreads();".join(head) + ";" + "__syncthreads();".join(tail))
-    case = Case("delta", "float32", "float32", 100, 24, T=2)
-    x = case.inputs(rng, Family("numpy"))
-    kernel = simt.Kernels(planted, [expression(located(case.check(x)))])
+    cases = [Case(rule, "float32", "float32", 100, 24, T=3) for rule in ("linear", "delta")]
+    inputs = [case.inputs(rng, Family("numpy")) for case in cases]
+    found = [expression(located(c.check(x))) for c, x in zip(cases, inputs, strict=True)]
+    kernel = simt.Kernels(planted, found)
+
+    def run() -> None:
+        for case, x in zip(cases, inputs, strict=True):
+            run_on_host(kernel, case, x, check=True)
+
     with pytest.raises(simt.Fault, match=r"race|nobody has written"):
-        run_on_host(kernel, case, x, check=True)
+        run()
 
 
 def run_on_gpu(case: Case, x: dict) -> None:
@@ -294,10 +304,11 @@ def test_case_on_a_gpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize("kept", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", ["linear", "delta"])
-def test_every_split_of_a_state_is_right(rule, kept, monkeypatch):
-    case = Case(rule, "bfloat16", kept, 128, 128, T=2, H=3, Hq=3)
+def test_every_split_of_a_state_is_right(rule, kept, T, monkeypatch):
+    case = Case(rule, "bfloat16", kept, 128, 128, T=T, H=3, Hq=3)
     for wide in (1, 2, 4) if kept == "float32" else (1, 2, 4, 8):
         for lanes in (1, 4, 8, 32):
             for warps in (1, 2, 4, 8):
@@ -325,18 +336,19 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("kept", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("K", "V"), SHAPES)
-def test_tiles(K, V, kept):
+def test_tiles(K, V, packed, kept):
     sums = "float64" if kept == "float64" else "float32"
     for aligned in (arrays.ITEMSIZE[kept], 8, 16):
-        tile = step_tile.best_tile(K, V, kept, aligned)
+        tile = step_tile.best_tile(K, V, kept, packed, aligned)
         assert tile.wide * arrays.ITEMSIZE[kept] <= max(aligned, arrays.ITEMSIZE[kept])
         assert V % tile.wide == 0
         assert tile.lanes * tile.wide < 2 * V or tile.lanes == 1
         assert step_tile.most_shared(tile, sums) <= 99 * 1024  # what every GPU has
-        words = 2 if kept == "float64" else 1
+        words = {"float64": 2, "bfloat16": 0.5 if packed and tile.wide > 1 else 1}.get(kept, 1)
         assert -(-K // tile.slots) * tile.wide * words <= step_tile.STATE_WORDS * (
             2 if K > 128 else 1
         )
-    assert step_tile.best_tile(128, 128, "float32", 16).wide == 4
-    assert step_tile.best_tile(128, 128, "bfloat16", 16).wide == 8
+    assert step_tile.best_tile(128, 128, "float32", packed, 16).wide == 4
+    assert step_tile.best_tile(128, 128, "bfloat16", packed, 16).wide == 8

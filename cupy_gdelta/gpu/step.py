@@ -20,13 +20,14 @@ from .step_tile import StepTile, best_tile, most_shared
 POINTERS = struct.Struct("=9Q")
 SIZES = struct.Struct("=4q 4q 4q 3q 3q 4q 4q 5q q 5q d 4i")
 BYTES = POINTERS.size + SIZES.size
+MAX_HIGH = 65535  # of a grid's second axis
 
 
 class Launch:
     """A launch for calls of one form, whose arrays lie elsewhere at every call."""
 
     def __init__(
-        self, function: Any, grid: tuple[int, int], threads: int, shared: int, sizes: bytes
+        self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, sizes: bytes
     ) -> None:
         self._function, self._shared = function, shared
         self._grid, self._block, self._sizes = grid, (threads,), sizes
@@ -47,10 +48,10 @@ class Launch:
 def prepare(p: StepProblem, y: View, indices: View | None) -> Launch:
     """The launch for a checked step and others of its form, on the current device."""
     tile, sums = chosen(p), arrays.state_dtype(p.dtype)
-    name = expression(p.rule, p.dtype, p.state.dtype, p.qk_l2norm, p.K, p.V, tile)
+    name = expression(p.rule, p.dtype, p.state.dtype, p.T, p.qk_l2norm, p.K, p.V, tile)
     kernel = loader.kernel("step", name, p.v.device, most_shared(tile, sums))
-    blocks = p.B * p.H * -(-p.V // tile.block_cols)
-    grid = min(blocks, call.MAX_GRID), -(-blocks // call.MAX_GRID)
+    deep = -(-p.B // MAX_HIGH)
+    grid = p.H * -(-p.V // tile.block_cols), -(-p.B // deep), deep
     shared = tile.shared_bytes(p.T, sums)
     return Launch(kernel.kernel, grid, tile.threads, shared, sizes(p, y, indices))
 
@@ -62,15 +63,17 @@ def chosen(p: StepProblem) -> StepTile:
         aligned = plan.alignment(*states)
     else:
         aligned = arrays.ITEMSIZE[p.state.dtype]
-    return best_tile(p.K, p.V, p.state.dtype, aligned)
+    return best_tile(p.K, p.V, p.state.dtype, p.T == 1, aligned)
 
 
 @functools.lru_cache(maxsize=4096)
 def expression(
-    rule: str, dtype: str, kept: str, normalise: bool, K: int, V: int, tile: StepTile
+    rule: str, dtype: str, kept: str, T: int, normalise: bool, K: int, V: int, tile: StepTile
 ) -> str:
     """The template instantiation for states of dtype ``kept``, as NVRTC is asked for it."""
-    types = f"{TYPES[dtype]}, {TYPES[kept]}, {TYPES[arrays.state_dtype(dtype)]}"
+    sums = arrays.state_dtype(dtype)
+    held = kept if T == 1 else sums
+    types = ", ".join(TYPES[x] for x in (dtype, kept, held, sums))
     how = f"{RULES[rule]}, {str(normalise).lower()}"
     split = f"{tile.wide}, {tile.lanes}, {tile.warps}, {tile.resident}"
     return f"step<{types}, {how}, {K}, {V}, {split}>"

@@ -11,7 +11,8 @@ from ..step_problem import MAX_TOKENS
 ROW_BYTES = 128  # of a row of the state that one warp reads at once: a cache line
 STATE_WORDS = 32  # 4-byte registers of a thread for its part of the state; twice that at K = 256
 MAX_WARPS = 8
-RESIDENT = 512  # threads of a multiprocessor, for enough loads under way
+# Threads of a multiprocessor, for enough loads under way: as many as fit without spills.
+RESIDENT = {"float32": 768, "packed": 640, "widened": 512}
 MAX_LOADS = 8  # of a thread whose registers may be bounded for that: addresses take some, too
 
 
@@ -39,31 +40,34 @@ class StepTile:
         return 32 // self.lanes * self.warps
 
     def shared_bytes(self, T: int, sums: str) -> int:
-        """Bytes of shared memory for T tokens."""
-        partial = _round_up(self.warps * self.block_cols, 4)
-        padded = self.slots * -(-self.K // self.slots)
-        token = _round_up(2 * padded + self.block_cols + 2, 4)
-        return ITEMSIZE[sums] * (3 * partial + T * token)
+        """Bytes of shared memory for T tokens, as many as either rule needs."""
+        partial = _round_up(2 * self.warps * self.block_cols, 4)
+        padded = _round_up(self.slots * -(-self.K // self.slots), 4)
+        token = _round_up(2 * padded + self.block_cols + 3, 4)
+        return ITEMSIZE[sums] * (2 * partial + T * token)
 
 
 @functools.lru_cache(maxsize=4096)
-def best_tile(K: int, V: int, kept: str, aligned: int) -> StepTile:
+def best_tile(K: int, V: int, kept: str, packed: bool, aligned: int) -> StepTile:
     """For states of dtype ``kept`` whose rows lie at whole multiples of ``aligned`` bytes.
 
+    ``packed`` is whether numbers of 16 bits stay two to a register, as those of one token do.
     ``aligned`` is that of one number where neighbouring columns do not lie side by side.
     """
     size = ITEMSIZE[kept]
     wide = 16 // size
     while wide > 1 and (V % wide or aligned < wide * size):
         wide //= 2
+    packed = packed and kept == "bfloat16" and wide > 1
+    words = wide // 2 if packed else wide * max(1, size // 4)  # of a load in registers
     lanes = min(32, ROW_BYTES // (wide * size), 1 << (V // wide - 1).bit_length())
-    each = max(1, STATE_WORDS // (wide * (2 if kept == "float64" else 1)))
-    warps = min(MAX_WARPS, -(-K // (32 // lanes * each)))
+    warps = min(MAX_WARPS, -(-K // (32 // lanes * max(1, STATE_WORDS // words))))
     tile = StepTile(K, wide, lanes, warps)
     loads = -(-K // tile.slots)
-    if kept == "float64" or loads > MAX_LOADS or loads * wide > STATE_WORDS:
+    if kept == "float64" or loads > MAX_LOADS or loads * words > STATE_WORDS:
         return tile
-    return replace(tile, resident=max(1, RESIDENT // tile.threads))
+    kind = "float32" if kept == "float32" else "packed" if packed else "widened"
+    return replace(tile, resident=max(1, RESIDENT[kind] // tile.threads))
 
 
 def most_shared(tile: StepTile, sums: str) -> int:
