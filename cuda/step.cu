@@ -58,13 +58,12 @@ struct StepTokens {
 
   // Warps from the first on bring q and k of a token each, those from the last back v and the rest;
   // all loads of a token are under way before the first is used.
-  __device__ __forceinline__ void fetch(const StepArgs& a, unsigned b, unsigned h, int col0,
+  __device__ __forceinline__ void fetch(const StepArgs& a, int T, unsigned b, unsigned h, int col0,
                                         int cols, int warp, int lane) const {
 #pragma unroll 1
-    for (int t = warp; t < a.T; t += kWarps) fetch_rows(a, t, b, h, lane);
+    for (int t = warp; t < T; t += kWarps) fetch_rows(a, t, b, h, lane);
 #pragma unroll 1
-    for (int t = kWarps - 1 - warp; t < a.T; t += kWarps)
-      fetch_values(a, t, b, h, col0, cols, lane);
+    for (int t = kWarps - 1 - warp; t < T; t += kWarps) fetch_values(a, t, b, h, col0, cols, lane);
   }
 
  private:
@@ -142,6 +141,23 @@ __device__ __forceinline__ void read_run(T (&x)[n], const T* from) {
   }
 }
 
+// Sums of kWarps warps, kStride apart, in a tree that goes on where that over lanes ends: the
+// result depends on how many threads share a column, not on how many of them are in one warp.
+template <int kWarps, int kStride, int n, class T>
+__device__ __forceinline__ void sum_warps(T (&x)[n], const T* from) {
+  static_assert(kWarps <= 8, "two halves of at most 4");
+  if constexpr (kWarps == 1) {
+    read_run(x, from);
+  } else {
+    constexpr int kFirst = kWarps > 4 ? 4 : (kWarps > 2 ? 2 : 1);  // 2^n
+    T more[n];
+    sum_warps<kFirst, kStride>(x, from);
+    sum_warps<kWarps - kFirst, kStride>(more, from + kFirst * kStride);
+#pragma unroll
+    for (int i = 0; i < n; i++) x[i] += more[i];
+  }
+}
+
 // One thread's part of the state, kEach rows of kWide neighbouring columns, in numbers of type
 // Held: Kept as it is loaded, between its load and its store State or Kept.
 template <class State, class Held, class Map, int K, int kWide>
@@ -209,13 +225,23 @@ struct StepTile {
   }
 };
 
+// Blocks at once where kResident fit on a multiprocessor of 2048 threads: 8.6, 8.9 and 12.x have
+// 1536, and less to wait for.
+__host__ __device__ constexpr int resident(int kResident) {
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ >= 1200 || __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
+  return kResident > 1 ? kResident * 3 / 4 : 1;
+#else
+  return kResident;
+#endif
+}
+
 // grid: (H * ceil(V / kBlockCols), y, z) with y * z of at least B.
 // block: 32 * kWarps. Pieces of kWide > 1 columns need them side by side, at addresses that are
-// whole multiples of a piece. kResident blocks fit on a multiprocessor at once. Held is State, or
-// with T = 1 may be Kept.
+// whole multiples of a piece. Held is State, or with T = 1 may be Kept.
 template <class In, class Kept, class Held, class State, int kRule, bool kNormalise, int K, int V,
           int kWide, int kLanes, int kWarps, int kResident>
-__global__ void __launch_bounds__(32 * kWarps, kResident) step(const StepArgs a) {
+__global__ void __launch_bounds__(32 * kWarps, resident(kResident)) step(const StepArgs a) {
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "2^n lanes a row");
   static_assert(V % kWide == 0, "no piece ends past the columns");
   static_assert(sizeof(Kept) * kWide <= 16, "one load a piece");
@@ -235,6 +261,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) step(const StepArgs a)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int piece_col = lane % kLanes * kWide, slot = warp * (32 / kLanes) + lane / kLanes;
   const State scale = static_cast<State>(a.scale);
+  const int T = sizeof(Held) < sizeof(State) ? 1 : a.T;
 
   // Sums over the rows of a warp, left where all warps can read them.
   const auto gather = [&](State* to, State(&part)[kOwn]) {
@@ -246,10 +273,9 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) step(const StepArgs a)
     }
   };
   const auto total = [](const State* from) {
-    State sum = *from;
-#pragma unroll
-    for (int w = 1; w < kWarps; w++) sum += from[w * kRowSums];
-    return sum;
+    State sum[1];
+    sum_warps<kWarps, kRowSums>(sum, from);
+    return sum[0];
   };
 
   const unsigned b = blockIdx.z * gridDim.y + blockIdx.y;
@@ -262,7 +288,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) step(const StepArgs a)
   };
   const long long row = pool_row(a, b);
   if (row < 0) {
-    for (int e = threadIdx.x; e < a.T * cols; e += kThreads) put_y(e / cols, e % cols, 0);
+    for (int e = threadIdx.x; e < T * cols; e += kThreads) put_y(e / cols, e % cols, 0);
     return;
   }
   const bool real = V % kBlockCols == 0 || piece_col < cols;
@@ -271,12 +297,11 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) step(const StepArgs a)
                      first_row * a.state_stride[2] + first_col * a.state_stride[3];
   StepTile<State, Kept, Map, K, kWide> loaded;
   loaded.load(kept, a.state_stride[2], slot, real);
-  tokens.fetch(a, b, h, col0, cols, warp, lane);
+  tokens.fetch(a, T, b, h, col0, cols, warp, lane);
   __syncthreads();
   StepTile<State, Held, Map, K, kWide> tile;
   tile.take(loaded);
 
-  const int T = sizeof(Held) < sizeof(State) ? 1 : a.T;
 #pragma unroll 1
   for (int t = 0; t < T; t++) {
     const State gate = tokens.scalars(t)[0], beta = tokens.scalars(t)[1];
@@ -294,14 +319,8 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) step(const StepArgs a)
     __syncthreads();
     read_run(u, tokens.v(t) + piece_col);
     if constexpr (kRule == kDelta) {
-      State predicted[kWide], more[kWide];
-      read_run(predicted, sums + kBlockCols + piece_col);
-#pragma unroll
-      for (int w = 1; w < kWarps; w++) {
-        read_run(more, sums + kBlockCols + w * kRowSums + piece_col);
-#pragma unroll
-        for (int c = 0; c < kWide; c++) predicted[c] += more[c];
-      }
+      State predicted[kWide];
+      sum_warps<kWarps, kRowSums>(predicted, sums + kBlockCols + piece_col);
 #pragma unroll
       for (int c = 0; c < kWide; c++) u[c] -= gate * predicted[c];
     }

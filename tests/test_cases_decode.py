@@ -273,6 +273,21 @@ def test_U03_every_entry_of_a_batch(backend, rule, B, rng):
 
 
 @RULES
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
+def test_U03_the_same_bits_among_few_and_among_many(backend, rule, kept, rng):
+    """Blocks are other ones where entries fill the chip; results must not be."""
+    p = problem(rng, B=40, T=1, H=16 if backend.on_gpu else 2, K=128, V=128)
+    x, before = backend.arrays({n: a[:, 0] for n, a in p.items()}, "bfloat16"), states(rng, p)
+    state = backend.array(before, kept)
+    y = STEPS[rule](**x, state=state)
+    for some in (slice(3, 4), slice(20, 25), slice(39, 40)):
+        few = backend.array(before[some], kept)
+        alone = STEPS[rule](**{n: a[some] for n, a in x.items()}, state=few)
+        assert np.array_equal(host(alone), host(y[some]))
+        assert np.array_equal(host(few), host(state[some]))
+
+
+@RULES
 @pytest.mark.parametrize(("B", "H"), [(65537, 1), (2050, 32)])
 def test_L01_more_heads_than_65535(backend, rule, B, H, rng):
     """Batch times heads went on an axis of the grid that ends at 65535 (fla#172, fla#64)."""
@@ -315,6 +330,46 @@ def test_L02_states_beyond_32_bits(backend, rule, axis, rng):
     assert np.array_equal(host(state), host(plain))
 
 
+def needs_memory(gigabytes):
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    if cupy.cuda.Device().mem_info[0] < gigabytes * 10**9:
+        pytest.skip(f"needs {gigabytes} GB of GPU memory")
+
+
+@pytest.mark.gpu
+@RULES
+@pytest.mark.parametrize(("kept", "T"), [("float32", 1), ("bfloat16", 1), ("bfloat16", 3)])
+def test_L02_only_rows_past_2_31_elements_of_a_pool(rule, kept, T, rng):
+    """Rows on both sides of 2^31 and 2^32 elements; nothing else of the pool is touched."""
+    import cupy
+
+    family, H, K, V = Family("cupy"), 2, 128, 128
+    row = H * K * V
+    needs_memory((2**32 + 64 * row) * {"float32": 4, "bfloat16": 2}[kept] // 10**9 + 2)
+    P = 2**32 // row + 9
+    rows = [2**31 // row, 2**31 // row + 7, 2**32 // row - 1, 2**32 // row, P - 1]
+    pool = family.array(np.zeros((1, H, K, V)), kept)
+    pool = cupy.zeros((P, H, K, V), pool.dtype)
+    p = problem(rng, B=len(rows), T=T, H=H, K=K, V=V)
+    x = family.arrays(p, "bfloat16")
+    for r, a in zip(rows, states(rng, p), strict=True):
+        pool[r] = family.array(a, kept)
+    before = np.stack([host(pool[r]) for r in rows])
+    y = STEPS[rule](**x, state=pool, state_indices=cupy.array(rows))
+    expected = REFERENCE[rule](**{n: host(a) for n, a in x.items()}, initial_state=before)
+    loose = accuracy.TOLERANCE[rule, "bfloat16"]
+    assert_close(y, expected[0], loose, "y")
+    assert_close(np.stack([host(pool[r]) for r in rows]), expected[1], loose, "the pool")
+    for r in rows:
+        pool[r] = 0
+    for part in cupy.array_split(pool.view(f"uint{8 * pool.itemsize}"), 16):
+        assert not part.any(), "a row that nobody owns was written"
+    del pool, part
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
 @pytest.mark.gpu
 @RULES
 def test_L02_a_pool_of_more_than_2_31_elements(rule, rng):
@@ -322,9 +377,7 @@ def test_L02_a_pool_of_more_than_2_31_elements(rule, rng):
     import cupy
 
     N = 131073
-    if cupy.cuda.Device().mem_info[0] < 10 * N * 128 * 128 // 2:
-        pytest.skip("needs 11 GB of GPU memory")
-    cupy.get_default_memory_pool().free_all_blocks()
+    needs_memory(11)
     pool = cupy.empty((N, 1, 128, 128), "float32")
     random = cupy.random.default_rng(0)
     for part in cupy.array_split(pool, 64):

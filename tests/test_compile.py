@@ -103,10 +103,12 @@ def step_instantiations(rule, dtype, K, V, bytes_, normalise) -> list[str]:
     kinds = {"float64": ("float64",), "bfloat16": ("float32", "bfloat16")}.get(dtype, ())
     return [
         step.expression(
-            rule, dtype, kept, T, unit, K, V, step_tile.best_tile(K, V, kept, T == 1, bytes_)
+            *(rule, dtype, kept, T, unit, K, V),
+            step_tile.best_tile(K, V, kept, T == 1, bytes_, heads, 132),
         )
         for kept in kinds
         for T in (1, 2)
+        for heads in (32, 8192)
         for unit in (normalise[-1:] if rule == "delta" else (False,))
     ]
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from cupy_gdelta.gpu import loader, step, step_tile
 
 SOURCE = loader.folder() / "step.cu"
 NAN = float("nan")
+FEW = 1  # multiprocessors, for the tiles that many heads have
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,14 @@ CASES = [
 def expression(p: step_problem.StepProblem) -> str:
     """The instantiation for a problem whose arrays have addresses."""
     how = (p.rule, p.dtype, p.state.dtype, p.T, p.qk_l2norm, p.K, p.V)
-    return step.expression(*how, step.chosen(p))
+    return step.expression(*how, step.chosen(p, FEW))
 
 
 def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how: Any) -> None:
     """Launch on NumPy arrays as the GPU path does on CuPy's."""
     rows = x["state_indices"]
     p = case.check(x | {"state_indices": None if rows is None else [-1] * case.B})
-    tile, sums = step.chosen(located(p)), arrays.state_dtype(p.dtype)
+    tile, sums = step.chosen(located(p), FEW), arrays.state_dtype(p.dtype)
     indices = None if rows is None else arrays.take(rows)  # which nobody has checked
     views = (p.q, p.k, p.v, p.gate, p.beta, indices, p.out, p.state, p.states_out)
     address = [0 if v is None else v.array.ctypes.data for v in views]
@@ -255,30 +257,65 @@ def test_rows_out_of_range_are_padding(kind, kernels, rng):
         verify(replace(case, rows=tuple(known)), before, x, "out of range")
 
 
-BARRIERS = SOURCE.read_text().count("__syncthreads();")
+def planted(folder: Path, old: str, new: str, which: int = 0) -> Path:
+    """The kernel with one of its parts replaced."""
+    for path in loader.folder().glob("*.cu*"):
+        shutil.copy(path, folder)
+    parts = (folder / "step.cu").read_text().split(old)
+    head, tail = parts[: which + 1], parts[which + 1 :]
+    (folder / "step.cu").write_text(new.join([old.join(head), old.join(tail)]))
+    return folder / "step.cu"
+
+
+BARRIER = "__syncthreads();"
+FAULTS = {
+    "no barrier after the tokens": (BARRIER, ";", 0),
+    "no barrier after the sums": (BARRIER, ";", 1),
+    "sums of all tokens in one place": ("shared + t % 2 * kSums", "shared", 0),
+    "tokens over the sums of odd tokens": ("shared + 2 * kSums", "shared + kSums", 0),
+}
+SHORT = [Case(rule, "bfloat16", "bfloat16", 100, 24) for rule in ("linear", "delta")]
+LONG = [Case(rule, "float32", "float32", 100, 24, T=3) for rule in ("linear", "delta")]
+
+
+def test_every_barrier_is_among_the_faults():
+    assert SOURCE.read_text().count(BARRIER) == sum(old == BARRIER for old, *_ in FAULTS.values())
 
 
 @needs_compiler
-@pytest.mark.parametrize("which", range(BARRIERS))
-def test_a_missing_barrier_is_caught(which, tmp_path, rng):
-    for path in loader.folder().glob("*.cu*"):
-        shutil.copy(path, tmp_path)
-    planted = tmp_path / "step.cu"
-    parts = planted.read_text().split("__syncthreads();")
-    assert len(parts) == BARRIERS + 1 == 3
-    head, tail = parts[: which + 1], parts[which + 1 :]
-    planted.write_text("__syncthreads();".join(head) + ";" + "__syncthreads();".join(tail))
-    cases = [Case(rule, "float32", "float32", 100, 24, T=3) for rule in ("linear", "delta")]
-    inputs = [case.inputs(rng, Family("numpy")) for case in cases]
-    found = [expression(located(c.check(x))) for c, x in zip(cases, inputs, strict=True)]
-    kernel = simt.Kernels(planted, found)
-
-    def run() -> None:
-        for case, x in zip(cases, inputs, strict=True):
-            run_on_host(kernel, case, x, check=True)
-
+@pytest.mark.parametrize("case", [*LONG, *SHORT], ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, case, tmp_path, rng):
+    if case.T == 1 and "barrier" not in fault:
+        pytest.skip("one token has one place")
+    x = case.inputs(rng, Family("numpy"))
+    kernel = simt.Kernels(planted(tmp_path, *FAULTS[fault]), [expression(located(case.check(x)))])
     with pytest.raises(simt.Fault, match=r"race|nobody has written"):
-        run()
+        run_on_host(kernel, case, x, check=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kept", "K", "T"), [("float32", 192, 1), ("bfloat16", 124, 1), ("bfloat16", 124, 3)]
+)
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_few_heads_get_the_same_bits_from_more_blocks(rule, kept, K, T, monkeypatch):
+    case = Case(rule, "bfloat16", kept, K, 64, T=T, B=1, H=1, Hq=1)
+    before = case.inputs(np.random.default_rng(0), Family("numpy"))
+    p = located(case.check(before))
+    tiles = [step.chosen(p, multiprocessors) for multiprocessors in (1, 2, 200)]
+    assert len(set(tiles)) > 1
+    assert len({tile.slots for tile in tiles}) == 1
+    how = (rule, "bfloat16", kept, T, False, K, 64)
+    kernels = simt.Kernels(SOURCE, list({step.expression(*how, tile): 0 for tile in tiles}))
+    seen = set()
+    for tile in tiles:
+        monkeypatch.setattr(step, "best_tile", lambda *_, tile=tile: tile)
+        x = copied(before)
+        run_on_host(kernels, case, x)
+        verify(case, before, x, str(tile))
+        seen.add(x["out"].tobytes() + x["state"].tobytes())
+    assert len(seen) == 1
 
 
 def run_on_gpu(case: Case, x: dict) -> None:
@@ -341,14 +378,28 @@ SHAPES = [
 def test_tiles(K, V, packed, kept):
     sums = "float64" if kept == "float64" else "float32"
     for aligned in (arrays.ITEMSIZE[kept], 8, 16):
-        tile = step_tile.best_tile(K, V, kept, packed, aligned)
+        tile = step_tile.best_tile(K, V, kept, packed, aligned, 10**6, 132)
         assert tile.wide * arrays.ITEMSIZE[kept] <= max(aligned, arrays.ITEMSIZE[kept])
         assert V % tile.wide == 0
         assert tile.lanes * tile.wide < 2 * V or tile.lanes == 1
         assert step_tile.most_shared(tile, sums) <= 99 * 1024  # what every GPU has
         words = {"float64": 2, "bfloat16": 0.5 if packed and tile.wide > 1 else 1}.get(kept, 1)
-        assert -(-K // tile.slots) * tile.wide * words <= step_tile.STATE_WORDS * (
-            2 if K > 128 else 1
-        )
-    assert step_tile.best_tile(128, 128, "float32", packed, 16).wide == 4
-    assert step_tile.best_tile(128, 128, "bfloat16", packed, 16).wide == 8
+        twice = (kept == "float32" and tile.wide == 4) + (K > 128)
+        assert -(-K // tile.slots) * tile.wide * words <= step_tile.STATE_WORDS * 2**twice
+        few = step_tile.best_tile(K, V, kept, packed, aligned, 1, 132)
+        assert few.slots == tile.slots  # so that the bits are the same
+        assert few.wide == tile.wide
+        assert few.warps % 2 == 1 or few.lanes == 1 or -(-V // few.block_cols) >= 99
+
+
+def test_tiles_of_128_columns():
+    def split(*given):
+        tile = step_tile.best_tile(128, 128, *given)
+        return tile.wide, tile.lanes, tile.warps, tile.resident
+
+    for heads, multiprocessors in ((256 * 32, 132), (50, 132), (32, 80)):
+        assert split("float32", True, 16, heads, multiprocessors) == (4, 16, 4, 3)
+        assert split("bfloat16", True, 16, heads, multiprocessors) == (8, 8, 4, 6)
+    assert split("float32", True, 16, 32, 132) == (4, 8, 2, 6)
+    assert split("bfloat16", True, 16, 32, 132) == (8, 4, 2, 12)
+    assert split("float32", False, 16, 1, 132) == (4, 4, 1, 12)

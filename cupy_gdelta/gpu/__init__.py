@@ -134,11 +134,11 @@ def _without_tokens(p: Problem, grads: dict[str, View]) -> None:
 def advance(p: StepProblem, y: View) -> Callable | None:
     """Write y and update the states; asynchronous. Returns who answers a call of the same form."""
     with _on(p.v):
-        limits(p.v.device)
+        multiprocessors, *_ = limits(p.v.device)
         indices = p.state_indices
         if isinstance(indices, np.ndarray):
             indices = _upload(indices.tobytes(), p.v.device)
-        launch = step.prepare(p, y, indices)
+        launch = step.prepare(p, y, indices, multiprocessors)
         launch(step.pointers(p, y, indices))
         capturing = p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing()
     if capturing and y is not p.out:

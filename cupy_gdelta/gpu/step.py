@@ -45,9 +45,9 @@ class Launch:
         self._spare.append((raw, args))
 
 
-def prepare(p: StepProblem, y: View, indices: View | None) -> Launch:
+def prepare(p: StepProblem, y: View, indices: View | None, multiprocessors: int) -> Launch:
     """The launch for a checked step and others of its form, on the current device."""
-    tile, sums = chosen(p), arrays.state_dtype(p.dtype)
+    tile, sums = chosen(p, multiprocessors), arrays.state_dtype(p.dtype)
     name = expression(p.rule, p.dtype, p.state.dtype, p.T, p.qk_l2norm, p.K, p.V, tile)
     kernel = loader.kernel("step", name, p.v.device, most_shared(tile, sums))
     deep = -(-p.B // MAX_HIGH)
@@ -56,14 +56,14 @@ def prepare(p: StepProblem, y: View, indices: View | None) -> Launch:
     return Launch(kernel.kernel, grid, tile.threads, shared, sizes(p, y, indices))
 
 
-def chosen(p: StepProblem) -> StepTile:
+def chosen(p: StepProblem, multiprocessors: int) -> StepTile:
     """The tile for the states as they lie."""
     states = [p.state] if p.states_out is None else [p.state, p.states_out]
     if all(x.strides[-1] == 1 for x in states):
         aligned = plan.alignment(*states)
     else:
         aligned = arrays.ITEMSIZE[p.state.dtype]
-    return best_tile(p.K, p.V, p.state.dtype, p.T == 1, aligned)
+    return best_tile(p.K, p.V, p.state.dtype, p.T == 1, aligned, p.B * p.H, multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ ROW_BYTES = 128  # of a row of the state that one warp reads at once: a cache li
 STATE_WORDS = 32  # 4-byte registers of a thread for its part of the state; twice that at K = 256
 MAX_WARPS = 8
 # Threads of a multiprocessor, for enough loads under way: as many as fit without spills.
-RESIDENT = {"float32": 768, "packed": 640, "widened": 512}
+RESIDENT = {"float32": 768, "long": 384, "packed": 768, "widened": 512}
 MAX_LOADS = 8  # of a thread whose registers may be bounded for that: addresses take some, too
 
 
@@ -48,25 +48,42 @@ class StepTile:
 
 
 @functools.lru_cache(maxsize=4096)
-def best_tile(K: int, V: int, kept: str, packed: bool, aligned: int) -> StepTile:
-    """For states of dtype ``kept`` whose rows lie at whole multiples of ``aligned`` bytes.
+def best_tile(
+    K: int, V: int, kept: str, packed: bool, aligned: int, heads: int, multiprocessors: int
+) -> StepTile:
+    """For ``heads`` = B * H states of dtype ``kept``, rows at whole multiples of ``aligned`` bytes.
 
     ``packed`` is whether numbers of 16 bits stay two to a register, as those of one token do.
-    ``aligned`` is that of one number where neighbouring columns do not lie side by side.
+    ``aligned`` is that of one number where neighbouring columns do not lie side by side. Few heads
+    are split among more blocks, with the same results to the last bit.
     """
+    tile = _many_heads(K, V, kept, packed, aligned)
+    while tile.warps % 2 == tile.lanes % 2 == 0:
+        if 4 * heads * -(-V // tile.block_cols) > 3 * multiprocessors:
+            break
+        split = {"lanes": tile.lanes // 2, "warps": tile.warps // 2, "resident": 2 * tile.resident}
+        tile = replace(tile, **split)
+    return tile
+
+
+def _many_heads(K: int, V: int, kept: str, packed: bool, aligned: int) -> StepTile:
     size = ITEMSIZE[kept]
     wide = 16 // size
     while wide > 1 and (V % wide or aligned < wide * size):
         wide //= 2
     packed = packed and kept == "bfloat16" and wide > 1
+    twice = 2 if kept == "float32" and wide == 4 else 1  # longer rows in half as many blocks
     words = wide // 2 if packed else wide * max(1, size // 4)  # of a load in registers
-    lanes = min(32, ROW_BYTES // (wide * size), 1 << (V // wide - 1).bit_length())
-    warps = min(MAX_WARPS, -(-K // (32 // lanes * max(1, STATE_WORDS // words))))
+    most = twice * STATE_WORDS // words  # loads of a thread
+    lanes = min(32, twice * ROW_BYTES // (wide * size), 1 << (V // wide - 1).bit_length())
+    warps = min(MAX_WARPS, -(-K // (32 // lanes * max(1, most))))
     tile = StepTile(K, wide, lanes, warps)
     loads = -(-K // tile.slots)
-    if kept == "float64" or loads > MAX_LOADS or loads * words > STATE_WORDS:
+    if kept == "float64" or loads > min(most, twice * MAX_LOADS):
         return tile
-    kind = "float32" if kept == "float32" else "packed" if packed else "widened"
+    kind = "packed" if packed else "widened"
+    if kept == "float32":
+        kind = "long" if loads > MAX_LOADS else "float32"
     return replace(tile, resident=max(1, RESIDENT[kind] // tile.threads))
 
 
