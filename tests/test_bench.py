@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -427,6 +428,21 @@ def test_host_costs(invented_steps, monkeypatch):
         (rule, name) for rule in ("linear", "delta") for name in ("CuPy", "torch")
     ]
     assert all(row["us"] > 0 for row in rows)
+    rows = decode.host_costs(True)
+    names = {rule: [r["array"] for r in rows if r["rule"] == rule] for rule in ("linear", "delta")}
+    assert names == {
+        "linear": ["CuPy", "torch", "fla"],
+        "delta": ["CuPy", "torch", "fla", "flashinfer"],
+    }
+    text = report.markdown(store.saved({"gpu": "", "versions": {}}, [result()], rows))
+    assert re.search(r"\| linear \| \S+ \| \S+ \| \S+ \| - \|\n\| delta \|", text)
+    monkeypatch.setitem(decode.PEERS, "fla", lambda inputs: 1 / 0)
+    monkeypatch.setattr(decode, "on_torch", lambda inputs: __import__("missing_library"))
+    rows = decode.host_costs(True)
+    assert [row["array"] for row in rows] == ["CuPy", "CuPy", "flashinfer"]
+    monkeypatch.setattr(decode, "ours", lambda inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decode.host_costs()
 
 
 def test_host_costs_are_kept_and_shown(capsys, tmp_path, monkeypatch):
@@ -450,7 +466,8 @@ def test_host_costs_are_kept_and_shown(capsys, tmp_path, monkeypatch):
         "17.0",
     ]
     assert main(["bench", "--from", str(one), "--markdown"]) == 0
-    assert "step on torch arrays costs the host 17.0 us." in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.endswith("| rule | CuPy | torch |\n| --- | --- | --- |\n| linear | 11.2 | 17.0 |\n")
 
 
 # measuring, with a clock that needs no GPU
@@ -653,14 +670,24 @@ def test_plot(tmp_path, monkeypatch):
     assert [t.get_text().split("\n")[0] for t in linear.get_yticklabels()] == ["seed24", "d64"]
 
 
-def test_the_readme_is_generated(tmp_path, capsys):
+@pytest.mark.parametrize("kind", readme.KINDS)
+def test_the_readme_is_generated(kind, tmp_path, capsys):
     source, text = tmp_path / "results.json", tmp_path / "README.md"
-    saved(source, result())
-    text.write_text(f"before\n\n{readme.BEGIN}\nold\n{readme.END}\n\nafter\n")
+    steps = {"shape": dict(vars(decode.NAMED["decode64"]))} if kind == "decode" else {}
+    saved(source, result(**steps))
+    blocks = [
+        "\n".join((begin, f"old {name}", end))
+        for name in readme.KINDS
+        for begin, end in [readme.markers(name)]
+    ]
+    text.write_text("\n\n".join(["before", *blocks, "after\n"]))
     assert readme.main([str(source), str(text)]) == 0
-    assert readme.current(text.read_text()) == readme.block(source, text)
+    assert readme.current(text.read_text(), kind) == readme.block(source, text)
     assert text.read_text().startswith("before\n")
     assert text.read_text().endswith("after\n")
+    assert {name for name in readme.KINDS if f"old {name}" in text.read_text()} == {
+        name for name in readme.KINDS if name != kind
+    }
     assert report.markdown(store.load(source)) in text.read_text()
     assert "](results.png)" in text.read_text()
     assert (tmp_path / "results.png").stat().st_size > 0
@@ -670,12 +697,13 @@ def test_the_readme_is_generated(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_the_readme_shows_what_is_committed():
-    source, path = ROOT / "examples" / "bench_h200.json", ROOT / "README.md"
-    shown = readme.current(path.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("kind", readme.KINDS)
+def test_the_readme_shows_what_is_committed(kind):
+    source, path = ROOT / "examples" / f"{kind}_h200.json", ROOT / "README.md"
+    shown = readme.current(path.read_text(encoding="utf-8"), kind)
     if not source.is_file() or shown is None:
         pytest.skip("no results are committed, or the README has no place for them")
-    again = "python -m cupy_gdelta.bench.readme examples/bench_h200.json README.md"
+    again = f"python -m cupy_gdelta.bench.readme examples/{kind}_h200.json README.md"
     assert shown == readme.block(source, path), f"run {again}"
     assert source.with_suffix(".png").is_file()
 

@@ -117,4 +117,4 @@ def _measured(request: Request) -> Iterator[dict[str, Any]]:
             cupy.get_default_memory_pool().free_all_blocks()
             yield store.saved(machine, results)
     if request.decode:
-        yield store.saved(machine, results, decode.host_costs())
+        yield store.saved(machine, results, decode.host_costs(request.peers))

@@ -159,11 +159,15 @@ def flashinfer(inputs: StepInputs) -> Contender:
     return _on_torch(call, inputs, state, note, first)
 
 
+PEERS: dict[str, Callable[[StepInputs], Contender]] = {"fla": fla, "flashinfer": flashinfer}
+
+
 def contenders(rule: str, with_peers: bool) -> dict[str, Callable[[Any], Contender]]:
     found: dict[str, Callable[[Any], Contender]] = {"cupy_gdelta": ours}
     if with_peers:
-        found |= {"cupy_gdelta, torch": on_torch, "fla": fla}
-        found |= {"flashinfer": flashinfer} if rule == "delta" else {}
+        found |= {"cupy_gdelta, torch": on_torch, **PEERS}
+        if rule == "linear":
+            del found["flashinfer"]
     return found
 
 
@@ -178,18 +182,27 @@ def _on_torch(
     return Contender(call, capture, note=note)
 
 
-def host_costs() -> list[dict[str, Any]]:
-    """Microseconds that a call costs the host at B = 1, the median of ten parts of 10,000 calls."""
+def host_costs(with_peers: bool = False) -> list[dict[str, Any]]:
+    """Microseconds that a call costs the host at B = 1, the median of ten parts of 10,000 calls.
+
+    Of this library on arrays of CuPy and of torch, and of the peers that can be called.
+    """
     import cupy
 
     rows = []
     for rule in STEPS:
         inputs = make(rule, NAMED["decode1"])
-        for name, maker in (("CuPy", ours), ("torch", on_torch)):
+        makers: dict[str, Callable[[StepInputs], Contender]] = {"CuPy": ours, "torch": on_torch}
+        if with_peers:
+            makers |= {name: PEERS[name] for name in PEERS if name in contenders(rule, True)}
+        for name, maker in makers.items():
             try:
                 call = maker(inputs).call
-            except ModuleNotFoundError:
-                continue
+                call()
+            except Exception as trouble:  # a peer may raise what it likes
+                if name in PEERS or isinstance(trouble, ModuleNotFoundError):
+                    continue
+                raise
             rows.append({"rule": rule, "array": name, "us": _host_us(call, cupy.cuda.Device())})
     return rows
 

@@ -81,8 +81,10 @@ def show_host(console: Any, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table("host, us a call", *dict.fromkeys(row["array"] for row in rows))
+    us = {(row["rule"], row["array"]): f"{row['us']:.1f}" for row in rows}
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        table.add_row(f"{rule} rule", *(f"{r['us']:.1f}" for r in rows if r["rule"] == rule))
+        cells = (us.get((rule, name), "-") for name in dict.fromkeys(row["array"] for row in rows))
+        table.add_row(f"{rule} rule", *cells)
     console.print(table)
 
 
@@ -97,12 +99,18 @@ def markdown(found: dict[str, Any]) -> str:
             "\n".join(_rows(results)),
             _notes(results),
         ]
-    for row in found.get("host", ()):
-        parts.append(
-            f"A call of the {row['rule']} rule's step on {row['array']} arrays costs the host "
-            f"{row['us']:.1f} us."
-        )
+    if found.get("host"):
+        parts += ["Microseconds of the host that a call costs at B = 1:", _host(found["host"])]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _host(rows: list[dict[str, Any]]) -> str:
+    """A row for each rule, a column for each library whose arrays or kernels were used."""
+    us = {(row["rule"], row["array"]): f"{row['us']:.1f}" for row in rows}
+    rules, arrays = (list(dict.fromkeys(names)) for names in zip(*us, strict=True))
+    table = [["rule", *arrays], ["---"] * (1 + len(arrays))]
+    table += [[rule, *(us.get((rule, name), "-") for name in arrays)] for rule in rules]
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 
 def _rows(results: list[dict[str, Any]]) -> list[str]:
