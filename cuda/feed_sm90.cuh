@@ -5,12 +5,13 @@
 constexpr int kGroup = 128;         // threads of a warpgroup
 constexpr int kTile = kChunk * 64;  // 16-bit numbers of a tile of 64 rows
 constexpr int kDecayWarps = 3;
+constexpr int kSure = kDecayWarps;  // chunks that a first pass takes in, if there are so many
 
 // States of pieces lie as the warpgroups hold them: see Places.
 struct PieceArgs {
   float* states;       // (pieces, N, H, K * V of the kernel): after each from zero, then before it
   float* decays;       // (pieces, N, H)
-  unsigned* arrivals;  // (N, H, 2), zeros: pieces with a state, and blocks done putting together
+  unsigned* arrivals;  // (N, H, 4), zeros: see Piece
   long long piece_size;  // tokens, whole chunks
   int pieces;
   int K, V;       // as given; the kernel's own are rounded up to tiles
@@ -46,6 +47,10 @@ struct Shared {
   Barrier loaded[kStages], free[kStages];
   Barrier decays_made[S::kDecays], decays_free[S::kDecays];
   Barrier state_made[S::kStates], state_free[S::kStates];
+  // Of pieces: the chunks that the first pass takes in, whether all is to be done again with all of
+  // them, and when each is known.
+  Barrier counted, judged;
+  int needed, again;
 };
 
 // One of n things by turns, and how often it has been come back to, modulo 2.
@@ -58,6 +63,13 @@ struct Turn {
     if (++slot == n) slot = 0, parity ^= 1;
   }
 };
+
+// The first of two turns that began together, by the second where they are the same.
+template <int m, int n>
+__device__ __forceinline__ Turn<m> same_turn(const Turn<m>& first, const Turn<n>& second) {
+  if constexpr (m == n) return second;
+  return first;
+}
 
 // The items of one block, one after the other: sequences of heads, or one piece of one. Packed
 // sequences are dealt out by their lengths, in runs of about as many tokens for every block.
@@ -158,14 +170,14 @@ __device__ __forceinline__ void fetch_gates(GateRing& gates, const Walk& w, int 
   gates.fetch(slot % GateRing::kSlots, w.a, w.b, w.h, t, c < w.chunks ? w.stop : t, lane);
 }
 
-// Has the chunks of an item copied, by one thread.
+// Has chunks c to stop of an item copied, by one thread.
 template <class S, int kStages>
-__device__ __forceinline__ void load(Shared<S, kStages>& shared, const Walk& w,
+__device__ __forceinline__ void load(Shared<S, kStages>& shared, const Walk& w, int c, int stop,
                                      Turn<kStages>& stage, const TensorMap& q_map,
                                      const TensorMap& k_map, const TensorMap& v_map,
                                      bool backwards) {
   const int hq = w.h / static_cast<int>(w.a.group);
-  for (int c = 0; c < w.chunks; c++, stage.next()) {
+  for (; c < stop; c++, stage.next()) {
     const int t = w.token(c, backwards);
     unsigned short* to = shared.stages[stage.slot];
     Barrier& barrier = shared.loaded[stage.slot];
@@ -180,17 +192,31 @@ __device__ __forceinline__ void load(Shared<S, kStages>& shared, const Walk& w,
   }
 }
 
-// Makes the decays of every third chunk of a block, by one warp; done counts the block's chunks
-// before those of this pass.
-template <class S, int kStages>
-__device__ __forceinline__ void make_decays(Shared<S, kStages>& shared, const Walk& w,
-                                            unsigned done, unsigned turn, bool backwards,
-                                            int lane) {
-  const int first = (turn + kDecayWarps - done % kDecayWarps) % kDecayWarps;
+// The first chunk of an item whose decays are one warp's, those of a block by turns.
+__device__ __forceinline__ int first_chunk(unsigned done, unsigned turn) {
+  return (turn + kDecayWarps - done % kDecayWarps) % kDecayWarps;
+}
+
+// Has the gates of a warp's first three chunks of an item fetched.
+__device__ __forceinline__ void begin_decays(GateRing& gates, const Walk& w, unsigned done,
+                                             unsigned turn, bool backwards, int lane) {
+  const int first = first_chunk(done, turn);
 #pragma unroll 1
   for (int c = first; c < first + 3 * kDecayWarps; c += kDecayWarps)
-    fetch_gates(shared.gates, w, c, done + c, backwards, lane);
+    fetch_gates(gates, w, c, done + c, backwards, lane);
+}
+
+// Makes the decays of every third chunk of a block, by one warp; done counts the block's chunks
+// before those of this pass, whose number is returned.
+template <class S, int kStages>
+__device__ __forceinline__ int make_decays(Shared<S, kStages>& shared, const Walk& w, unsigned done,
+                                           unsigned turn, bool backwards, bool counted, int lane) {
+  const int first = first_chunk(done, turn);
   for (int c = first; c < w.chunks; c += kDecayWarps) {
+    if (counted && c >= kSure) {
+      shared.counted.wait(0);
+      if (c >= shared.needed) break;
+    }
     const unsigned at = done + c, table = at % S::kDecays;
     const int left = w.stop - w.token(c, backwards);
     Decay& decay = shared.decays[table];
@@ -216,4 +242,18 @@ __device__ __forceinline__ void make_decays(Shared<S, kStages>& shared, const Wa
     const int later = c + 3 * kDecayWarps;
     fetch_gates(shared.gates, w, later, done + later, backwards, lane);
   }
+  if (!counted) return w.chunks;
+  cp_async_wait<0>();  // slots come up again sooner than was thought
+  shared.counted.wait(0);
+  return shared.needed;
+}
+
+// Clears outputs of tokens of no sequence, after the last one, by one warp.
+__device__ __forceinline__ void clear_rest(const Walk& w, int lane) {
+  unsigned short* const y =
+      static_cast<unsigned short*>(w.a.y) + w.b * w.a.y_stride[0] + w.h * w.a.y_stride[2];
+#pragma unroll 1
+  for (int t = w.end; t < w.a.T; t++)
+#pragma unroll 1
+    for (int col = lane; col < w.cut.V; col += 32) y[t * w.a.y_stride[1] + col] = 0;
 }

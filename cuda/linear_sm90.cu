@@ -9,10 +9,11 @@
 // memory.
 //
 // Where heads are too few to fill the chip (kPieces), each block has a piece of a sequence and
-// walks through it twice: first from its end to its start for the state it would leave if it began
-// with none, then, once the blocks of the head have put their states together, for the outputs.
-// What the first pass read last, the second finds in the L2 cache. All blocks must run at once.
-#include "state_sm90.cuh"
+// walks through it twice: first from its end towards its start, as far back as gates remember, for
+// the state it would leave if it began with none; then, once the blocks of the head have exchanged
+// their states, for the outputs (pieces_sm90.cuh). What the first pass read last, the second finds
+// in the L2 cache. All blocks must run at once.
+#include "pieces_sm90.cuh"
 
 // grid: any number of blocks, or as many as there are pieces. block: 512 threads.
 template <int K, int V, int kStages, bool kPieces>
@@ -26,7 +27,19 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       *reinterpret_cast<Shared<S, kStages>*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32 % 4;
-  const auto twice = [](const Walk& w) { return kPieces && !w.last_piece(); };
+  constexpr int kAttempts = kPieces ? 2 : 1;
+  const auto last = [](const Walk& w) { return !kPieces || w.last_piece(); };
+  const auto twice = [&](const Walk& w) { return !last(w); };
+  // Whether the first attempt at a piece was enough, once that is known.
+  const auto all_well = [&](int attempt) {
+    if (!kPieces || attempt > 0) return true;
+    shared.judged.wait(0);
+    return !shared.again;
+  };
+  if (group == 0 && warp > 0) {  // all wait for the first gates, so they go ahead of other loads
+    Walk w(a, pieces);
+    if (w.next()) begin_decays(shared.gates, w, 0, warp - 1, twice(w), lane);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       shared.loaded[i].init(1);
@@ -40,6 +53,9 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       shared.state_made[i].init(4 * S::kStateGroups);
       shared.state_free[i].init(4);
     }
+    shared.counted.init(1);
+    shared.judged.init(1);
+    shared.again = 0;
     fence_barriers();
   }
   __syncthreads();
@@ -48,55 +64,101 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     set_registers<128, S::kFeedRegisters>();
     Walk w(a, pieces);
     if (warp == 0) {
-      if (lane > 0) return;
       Turn<kStages> stage;
-      while (w.next()) {
+      const auto copy = [&](int c, int stop, bool backwards) {
+        load(shared, w, c, stop, stage, q_map, k_map, v_map, backwards);
+      };
+      for (bool more = w.next(); more; more = !kPieces && w.next()) {
 #pragma unroll 1
-        for (int backwards = twice(w); backwards >= 0; backwards--)
-          load(shared, w, stage, q_map, k_map, v_map, backwards);
+        for (int attempt = 0; attempt < kAttempts; attempt++) {
+          int sure = 0, needed = w.chunks;
+          if (twice(w) && attempt == 0) {
+            sure = min(kSure, w.chunks);
+            if (lane == 0) copy(0, sure, true);
+            needed = count_needed(w, lane);
+            if (lane == 0) {
+              shared.needed = needed;
+              shared.counted.arrive();
+            }
+          }
+          if (lane == 0) {
+            if (twice(w)) copy(sure, needed, true);
+            copy(0, w.chunks, false);
+          }
+          __syncwarp();
+          if (all_well(attempt)) break;
+        }
+        if (a.cu_seqlens && w.n == a.N - 1 && last(w)) clear_rest(w, lane);
       }
     } else {
       unsigned done = 0;
-      while (w.next()) {
+      bool begun = true;
+      for (bool more = w.next(); more; more = !kPieces && w.next()) {
 #pragma unroll 1
-        for (int backwards = twice(w); backwards >= 0; backwards--, done += w.chunks)
-          make_decays(shared, w, done, warp - 1, backwards, lane);
+        for (int attempt = 0; attempt < kAttempts; attempt++) {
+#pragma unroll 1
+          for (int backwards = twice(w); backwards >= 0; backwards--) {
+            if (kPieces ? attempt > 0 || backwards < twice(w) : !begun)
+              begin_decays(shared.gates, w, done, warp - 1, backwards, lane);
+            begun = false;
+            done += make_decays(shared, w, done, warp - 1, backwards, backwards > attempt, lane);
+          }
+          if (all_well(attempt)) break;
+        }
       }
     }
   } else if (group <= S::kStateGroups) {
     set_registers<128, S::kStateRegisters>();
-    constexpr int kThreads = S::kStateGroups * kGroup, kBarrier = 3;
+    constexpr int kThreads = S::kStateGroups * kGroup;
     const int thread = threadIdx.x - kGroup;
     State<K, V, kStages> state(shared, group - 1, warp, lane, pieces.zero);
     const Places<K, V> places{state.row0 + lane / 4, lane % 4 * 2, thread};
     Walk w(a, pieces);
-    while (w.next()) {
+    for (bool more = w.next(); more; more = !kPieces && w.next()) {
       const long long user_state = w.head() * (static_cast<long long>(pieces.K) * pieces.V);
       if constexpr (kPieces) {
-        const long long at = w.piece * (a.N * a.H) + w.head();
-        float4* const own = reinterpret_cast<float4*>(pieces.states + at * (K * V));
-        unsigned* const arrivals = pieces.arrivals + 2 * w.head();
-        if (!w.last_piece()) {
+        const Piece<K, V, kStages, kThreads> piece{a, pieces, w, places, thread};
+#pragma unroll 1
+        for (int attempt = 0; attempt < kAttempts; attempt++) {
+          int needed = w.chunks;
+          float bound = 0;  // of a state that may be forgotten
+          if (twice(w)) {
+            if (attempt == 0) {
+              shared.counted.wait(0);
+              needed = shared.needed;
+            }
 #pragma unroll
-          for (int i = 0; i < V / 2; i++) state.s[i] = 0;
-          const float whole = state.template pass<true>(w.chunks);
-          places.write(state.s, own);
-          if (thread == 0) __stcg(pieces.decays + at, whole);
-          arrive_all<kThreads>(arrivals, kBarrier, thread == 0);
+            for (int i = 0; i < V / 2; i++) state.s[i] = 0;
+            const float whole = state.template pass<true>(needed);
+            bound = fminf(kNegligible * state.largest() / fmaxf(fabsf(whole), kLeast), kLargest);
+            piece.leave(state.s, whole, needed == w.chunks);
+          }
+          const bool doubted = piece.wait_for_all(attempt) && attempt == 0;
+          if (!doubted && attempt == 0 && thread == 0) shared.judged.arrive();
+          piece.read(state.s, attempt);
+          bool doubtful = false;
+#pragma unroll 1
+          for (int part = 0; part < 2; part++) {
+            if (part > 0 && needed < w.chunks) doubtful = !(state.sum() <= bound);
+            state.template pass<false>(part > 0 ? needed : w.chunks - needed);
+          }
+          if (doubted) {
+            const bool again = piece.judge(doubtful, shared.again);
+            if (thread == 0) {
+              shared.again = again;
+              shared.judged.arrive();
+            }
+          }
+          if (all_well(attempt)) break;
         }
-        wait_all<kThreads>(arrivals, pieces.pieces - 1, kBarrier, thread == 0);
-        join<K, V, 8, kThreads>(a, pieces, w, thread);
-        arrive_all<kThreads>(arrivals + 1, kBarrier, thread == 0);
-        wait_all<kThreads>(arrivals + 1, pieces.pieces, kBarrier, thread == 0);
-        places.read(state.s, own);
       } else {
         const float* const from =
             a.initial_state ? static_cast<const float*>(a.initial_state) + user_state : nullptr;
         places.each(state.s, pieces,
                     [=](float& x, int at, bool real) { x = from && real ? from[at] : 0.f; });
+        state.template pass<false>(w.chunks);
       }
-      state.template pass<false>(w.chunks);
-      if (a.state && w.last_piece()) {
+      if (a.state && last(w)) {
         float* const to = static_cast<float*>(a.state) + user_state;
         places.each(state.s, pieces, [=](float& x, int at, bool real) {
           if (real) to[at] = x;
@@ -110,108 +172,119 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     const float scale = static_cast<float>(a.scale);
     Walk w(a, pieces);
     Turn<kStages> stage;
-    Turn<S::kDecays> table;
+    Turn<S::kDecays> tables;
     Turn<S::kStates> state;
     Turn<S::kOutGroups> group_at;
-    while (w.next()) {
-      if (twice(w)) {  // this group has no part in the first pass, and waits for its end
-        for (int c = 0; c < w.chunks; c++) stage.next(), table.next();
-        if (w.chunks > turn) shared.state_made[turn].wait(0);  // the first state it will consume
-      }
-      unsigned short* const y =
-          static_cast<unsigned short*>(a.y) + w.b * a.y_stride[0] + w.h * a.y_stride[2];
-      for (int c = 0; c < w.chunks;
-           c++, stage.next(), table.next(), state.next(), group_at.next()) {
-        if (group_at.slot != turn) continue;
-        const unsigned short* const q = shared.stages[stage.slot];
-        const unsigned short* const k = q + S::kQuery;
-        const unsigned short* const v = k + S::kKeyTiles * kTile;
-        const Decay& decay = shared.decays[table.slot];
-        float scores[32], o[V / 2];
-        shared.decays_made[table.slot].wait(table.parity);
-        shared.loaded[stage.slot].wait(stage.parity);
-        settle(scores);
-        wgmma_begin();
-#pragma unroll
-        for (int i = 0; i < K / 16; i++)
-          wgmma<false>(scores, factor(q + i / 4 * kTile + i % 4 * 16),
-                       factor(k + i / 4 * kTile + i % 4 * 16), i == 0);
-        wgmma_commit();
-        shared.state_made[state.slot].wait(state.parity);
-        settle(o);
-        wgmma_begin();
-#pragma unroll
-        for (int i = 0; i < K / 16; i++)
-          wgmma<true>(o, factor(q + i / 4 * kTile + i % 4 * 16),
-                      factor(shared.states[state.slot] + i * 16 * 64, K * 128), i == 0);
-        wgmma_commit();
-        const RowWeights weights(decay, warp, lane, scale);
-        const float from0 = bounded(scale * decay.from_start[warp * kBlock + lane / 4]);
-        const float from1 = bounded(scale * decay.from_start[warp * kBlock + lane / 4 + 8]);
-        wgmma_wait<1>();
-        settle(scores);
-        unsigned p[kBlocks][4];
-        if (__builtin_expect(decay.wild, 0))
-          weigh_row<true>(p, scores, decay, warp, lane, scale);
-        else
-          weights.weigh(p, scores, decay, warp, lane);
-        wgmma_wait<0>();
-        settle(o);
-        __syncwarp();
-        if (lane == 0) {
-          shared.state_free[state.slot].arrive();
-          shared.decays_free[table.slot].arrive();
-        }
-#pragma unroll
-        for (int i = 0; i < V / 2; i++) o[i] *= i / 2 % 2 ? from1 : from0;
-        settle(o);
-        wgmma_begin();
-#pragma unroll
-        for (int j = 0; j < kBlocks; j++)
-          wgmma<true>(o, p[j], factor(v + j * kBlock * 64, 2 * kTile));
-        wgmma_commit();
-        if (warp == 0 && lane == 0) wait_stores_read();
-        sync_threads<kGroup>(1 + turn);  // the tile before has been stored
-        wgmma_wait<0>();
-        settle(o);
-        __syncwarp();
-        if (lane == 0) shared.free[stage.slot].arrive();
-        const unsigned none = after(o[0], pieces.zero);
-#pragma unroll
-        for (int i = 0; i < V / 16; i++) {
-          unsigned packed[4];
-#pragma unroll
-          for (int j = 0; j < 4; j++)
-            packed[j] = pack_bfloat16(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]) |
-                        (i < kBlocks ? p[i][j] & none : 0);
-          stmatrix_x4(
-              out + i / 4 * kTile + swizzled(warp * kBlock + lane % 16, i % 4 * 2 + lane / 16),
-              packed[0], packed[1], packed[2], packed[3]);
-        }
-        fence_shared();
-        sync_threads<kGroup>(1 + turn);
-        const int t = w.start + c * kChunk;
-        if (t + kChunk <= w.stop || w.stop == a.T) {
-          if (warp == 0 && lane == 0) {
-            for (int i = 0; i < S::kValueTiles; i++)
-              store_tile(y_map, out + i * kTile, i * 64, w.h, t, w.b);
-            commit_stores();
-          }
-        } else {  // rows of the next sequence follow
+    for (bool more = w.next(); more; more = !kPieces && w.next()) {
 #pragma unroll 1
-          for (int e = threadIdx.x % kGroup; e < kChunk * V; e += kGroup) {
-            const int row = e / V, col = e % V;
-            if (t + row < w.stop && col < pieces.V)
-              y[static_cast<long long>(t + row) * a.y_stride[1] + col] =
-                  out[col / 64 * kTile + swizzled(row, col % 64 / 8) + col % 8];
+      for (int attempt = 0; attempt < kAttempts; attempt++) {
+        if (twice(w)) {  // this group has no part in the first pass, and waits for its end
+          int needed = w.chunks;
+          if (attempt == 0) {
+            shared.counted.wait(0);
+            needed = shared.needed;
+          }
+          for (int c = 0; c < needed; c++) stage.next(), tables.next();
+        }
+        if (kPieces) {
+          group_at = {};
+          auto first = state;
+          if (turn > 0) first.next();
+          if (w.chunks > turn) shared.state_made[first.slot].wait(first.parity);
+        }
+        for (int t = w.start; t < w.stop;
+             t += kChunk, stage.next(), tables.next(), state.next(), group_at.next()) {
+          if (group_at.slot != turn) continue;
+          const unsigned short* const q = shared.stages[stage.slot];
+          const unsigned short* const k = q + S::kQuery;
+          const unsigned short* const v = k + S::kKeyTiles * kTile;
+          const auto table = same_turn(tables, stage);
+          const Decay& decay = shared.decays[table.slot];
+          float scores[32], o[V / 2];
+          shared.decays_made[table.slot].wait(table.parity);
+          shared.loaded[stage.slot].wait(stage.parity);
+          settle(scores);
+          wgmma_begin();
+#pragma unroll
+          for (int i = 0; i < K / 16; i++)
+            wgmma<false>(scores, factor(q + i / 4 * kTile + i % 4 * 16),
+                         factor(k + i / 4 * kTile + i % 4 * 16), i == 0);
+          wgmma_commit();
+          shared.state_made[state.slot].wait(state.parity);
+          settle(o);
+          wgmma_begin();
+#pragma unroll
+          for (int i = 0; i < K / 16; i++)
+            wgmma<true>(o, factor(q + i / 4 * kTile + i % 4 * 16),
+                        factor(shared.states[state.slot] + i * 16 * 64, K * 128), i == 0);
+          wgmma_commit();
+          const RowWeights weights(decay, warp, lane, scale);
+          const float from0 = bounded(scale * decay.from_start[warp * kBlock + lane / 4]);
+          const float from1 = bounded(scale * decay.from_start[warp * kBlock + lane / 4 + 8]);
+          wgmma_wait<1>();
+          settle(scores);
+          unsigned p[kBlocks][4];
+          if (__builtin_expect(decay.wild, 0))
+            weigh_row<true>(p, scores, decay, warp, lane, scale);
+          else
+            weights.weigh(p, scores, decay, warp, lane);
+          wgmma_wait<0>();
+          settle(o);
+          __syncwarp();
+          if (lane == 0) {
+            shared.state_free[state.slot].arrive();
+            shared.decays_free[table.slot].arrive();
+          }
+#pragma unroll
+          for (int i = 0; i < V / 2; i++) o[i] *= i / 2 % 2 ? from1 : from0;
+          settle(o);
+          wgmma_begin();
+#pragma unroll
+          for (int j = 0; j < kBlocks; j++)
+            wgmma<true>(o, p[j], factor(v + j * kBlock * 64, 2 * kTile));
+          wgmma_commit();
+          if (warp == 0 && lane == 0) wait_stores_read();
+          sync_threads<kGroup>(1 + turn);  // the tile before has been stored
+          wgmma_wait<0>();
+          settle(o);
+          __syncwarp();
+          if (lane == 0) shared.free[stage.slot].arrive();
+          const unsigned none = after(o[0], pieces.zero);
+          const int at = afresh(swizzled(warp * kBlock + lane % 16, lane / 16));
+#pragma unroll
+          for (int i = 0; i < V / 16; i++) {
+            unsigned packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+              packed[j] = pack_bfloat16(o[8 * i + 2 * j], o[8 * i + 2 * j + 1]) |
+                          (i < kBlocks ? p[i][j] & none : 0);
+            stmatrix_x4(out + i / 4 * kTile + (at ^ i % 4 * 16), packed[0], packed[1], packed[2],
+                        packed[3]);
+          }
+          fence_shared();
+          sync_threads<kGroup>(1 + turn);
+          if (t + kChunk <= w.stop || w.stop == a.T) {
+            if (warp == 0 && lane == 0) {
+              for (int i = 0; i < S::kValueTiles; i++)
+                store_tile(y_map, out + i * kTile, i * 64, w.h, t, w.b);
+              commit_stores();
+            }
+          } else {  // rows of the next sequence follow
+            unsigned short* const y = static_cast<unsigned short*>(a.y) +
+                                      afresh(w.b) * a.y_stride[0] + afresh(w.h) * a.y_stride[2];
+#pragma unroll 1
+            for (int e = threadIdx.x % kGroup; e < kChunk * V; e += kGroup) {
+              const int row = e / V, col = e % V;
+              if (t + row < w.stop && col < pieces.V)
+                y[static_cast<long long>(t + row) * a.y_stride[1] + col] =
+                    out[col / 64 * kTile + swizzled(row, col % 64 / 8) + col % 8];
+            }
           }
         }
+        if (kPieces && warp == 0 && lane == 0) wait_stores();
+        if (all_well(attempt)) break;
       }
-      if (a.cu_seqlens && w.n == a.N - 1 && w.last_piece())  // tokens of no sequence
-#pragma unroll 1
-        for (long long e = threadIdx.x % kGroup; e < (a.T - w.end) * pieces.V; e += kGroup)
-          y[(w.end + e / pieces.V) * a.y_stride[1] + e % pieces.V] = 0;
     }
-    if (warp == 0 && lane == 0) wait_stores();
+    if (!kPieces && warp == 0 && lane == 0) wait_stores();
   }
 }

@@ -88,6 +88,12 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// x, of which the compiler keeps nothing ready that it makes out of it.
+__device__ __forceinline__ int afresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Four 8 x 8 tiles of 16-bit numbers; lane l gives the address of row l % 8 of tile l / 8.
 template <bool kTransposed = false>
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
@@ -233,6 +239,7 @@ __device__ __forceinline__ void stmatrix_x4(void* row, unsigned r0, unsigned r1,
 // Tiles in shared memory are rows of 64 16-bit numbers, 128 bytes, whose eight vectors of 16 bytes
 // are swapped about: vector i of row r lies at i ^ r % 8. A tile begins at a multiple of 1024
 // bytes.
+// Vector i + 2 j lies 16 j, exclusively or'd, from where vector i of 0 or 1 does.
 __device__ __forceinline__ int swizzled(int row, int vector) {  // in 16-bit numbers
   return row * 64 + (vector ^ row % 8) * 8;
 }

@@ -279,7 +279,7 @@ def test_a_nan_stays_in_its_sequence(pieces, D, rng):
     import cupy
 
     options = {"cu_seqlens": [0, 700, 1333, 2080]}
-    case = Case(D, D, T=2100, B=1, H=16, Hq=8, pieces=pieces, options=options)
+    case = Case(D, D, T=2100, B=1, H=8, Hq=4, pieces=pieces, options=options)
     x = random_inputs(case, rng, Family("cupy"))
     y, state = launch(case, x)
     for n in ("k", "v", "q", "gate"):
@@ -291,6 +291,51 @@ def test_a_nan_stays_in_its_sequence(pieces, D, rng):
         assert (bad_state[0] == state[0]).all()
         assert (bad_state[2] == state[2]).all()
         assert cupy.isnan(bad_y[:, 700:1333].astype("float32")).all()
+
+
+@hopper
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("pieces", [3, 4, 9])
+@pytest.mark.parametrize("past", ["silence", "loud", "growth", "zeros", "mixed", "short"])
+def test_what_gates_forget_is_only_left_out_where_it_is_nothing(past, pieces, D, rng):
+    """Pieces leave out early tokens by their gates alone, and find out later what those were."""
+    import cupy
+
+    case = Case(D, D, T=4096, B=1, H=3, Hq=3, pieces=pieces, gate="one")
+    x = random_inputs(case, rng, Family("numpy"))
+    gate, v = x["gate"], x["v"]
+    gate[:] = 0.97 if past == "short" else 0.94
+    if past == "silence":  # all that is left is what early tokens left
+        gate[:, :1000], gate[:, 1500:] = 1, 1
+        v[:, 900:] = 0
+    elif past == "loud":
+        v[:, 128:192] *= 1e9
+    elif past == "growth":
+        gate[:, 64:128] = 3
+    elif past == "zeros":
+        gate[:, 500::517] = 0
+    elif past == "mixed":
+        gate[:, :, 1] = 1
+        gate[:, :, 2] = 0.5
+    x = {n: cupy.asarray(z) for n, z in x.items()}
+    verify(case, x, *launch(case, x), past)
+
+
+@hopper
+@pytest.mark.parametrize("pieces", [1, 4, 9])
+def test_a_nan_is_remembered_after_any_gate(pieces, rng):
+    import cupy
+
+    case = Case(128, 128, T=4096, B=1, H=3, Hq=3, pieces=pieces, gate="0.2")
+    x = random_inputs(case, rng, Family("cupy"))
+    clean, clean_state = launch(case, x)
+    x["v"][0, 5, 1, 7] = np.nan
+    for _ in range(3):
+        y, state = launch(case, x)
+        assert cupy.isnan(y[0, 5:, 1, 7].astype("float32")).all()
+        assert cupy.isnan(state[0, 1, :, 7]).all()
+        assert (y[:, :, ::2] == clean[:, :, ::2]).all()
+        assert (state[:, ::2] == clean_state[:, ::2]).all()
 
 
 @hopper

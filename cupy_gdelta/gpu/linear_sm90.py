@@ -45,11 +45,11 @@ def launch(
     if tile.pieces > 1:
         states = tile.pieces * items * tile.dim**2
         decays = tile.pieces * items
-        space = arrays.empty(p.v, (states + decays + 2 * items,), "float32")
+        space = arrays.empty(p.v, (states + decays + 4 * items,), "float32")
         ends = space.ptr + 4 * states, space.ptr + 4 * (states + decays)
         cut = pieces(p, tile, space.ptr, *ends)
         stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.runtime.memsetAsync(ends[1], 0, 8 * items, stream)
+        cupy.cuda.runtime.memsetAsync(ends[1], 0, 16 * items, stream)
     maps = [tensormap.make(x) for x in (p.q, p.k, p.v, y)]
     kernel: Any = loader.kernel(
         "linear_sm90", expression(tile), p.v.device, tile.shared_bytes, together=tile.pieces > 1

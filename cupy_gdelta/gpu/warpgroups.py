@@ -34,8 +34,9 @@ class WarpgroupTile:
         across = self.dim // 64
         decays, states, outs = (3, 1, 1) if large else (6, 2, 2)
         tiles = self.stages * 3 * across + states * across**2 + outs * across
-        barriers = 2 * (self.stages + decays + states)
-        return 1024 + tiles * TILE_BYTES + decays * DECAY_BYTES + RING_BYTES + 8 * barriers
+        barriers = 2 * (self.stages + decays + states + 1)
+        size = tiles * TILE_BYTES + decays * DECAY_BYTES + RING_BYTES + 8 * barriers + 2 * 4
+        return 1024 + -(-size // 16) * 16
 
 
 @functools.lru_cache(maxsize=4096)

@@ -144,6 +144,8 @@ inline void commit_stores() {}
 inline void wait_stores_read() {}
 inline void wait_stores() {}
 
+inline int afresh(int x) { return x; }
+
 inline void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
   struct Part {
     void* row;
