@@ -134,7 +134,23 @@ def test_layouts_hold_the_same_numbers(layout):
         assert a.flags["C_CONTIGUOUS"] == (layout in ("", "packed"))
     names = {shape.layout for shape in shapes.NAMED.values()}
     assert names == {"", *shapes.LAYOUTS}
+    assert {shape.data for shape in shapes.NAMED.values()} == {"", *shapes.DATA}
     assert len(shapes.USUAL) == 7
+
+
+@pytest.mark.gpu
+def test_shapes_of_their_own_data():
+    shape = replace(shapes.NAMED["d128"], T=256)
+    usual, alike, lasting = (
+        shapes.make("delta", replace(shape, data=data)) for data in ("", "alike", "lasting")
+    )
+    for x, least in ((usual, -0.5), (alike, 0.8)):
+        k = x.k.astype("float32").get()
+        assert np.linalg.norm(k, axis=-1) == pytest.approx(1, abs=0.01)
+        assert (k[:, :1] * k[:, 1:]).sum(-1).min() > least
+    for x, most in ((usual, 1e-4), (lasting, 1)):
+        assert x.gate.prod(1).max() < most
+    assert lasting.gate.prod(1).min() > 0.9
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])

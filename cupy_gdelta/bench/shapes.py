@@ -32,6 +32,7 @@ class Shape:
     V: int
     dtype: str
     layout: str = field(default="", kw_only=True)  # one of LAYOUTS; else dense and contiguous
+    data: str = field(default="", kw_only=True)  # one of DATA; else as ``make`` says
 
     @property
     def text(self) -> str:
@@ -61,6 +62,10 @@ LAYOUTS = {
     "heads first": "[B, H, T, D] in memory",
     "sliced": "q, k and v out of one [B, T, 3, H, D]",
 }
+DATA = {
+    "alike": "keys that are one vector and a little of their own",
+    "lasting": "gates sigmoid(N(9, 1)), which forget nothing in a thousand tokens",
+}
 SEQUENCES = 64  # of a packed shape
 NAMED = {
     shape.name: shape
@@ -76,9 +81,13 @@ NAMED = {
         Shape("even", SEQUENCES, 1024, 16, 128, 128, "bfloat16"),  # beside packed
         Shape("d64_heads_first", 8, 4096, 16, 64, 64, "bfloat16", layout="heads first"),
         Shape("d64_sliced", 8, 4096, 16, 64, 64, "bfloat16", layout="sliced"),
+        Shape("d128_alike", 2, 8192, 16, 128, 128, "bfloat16", data="alike"),
+        Shape("d128_lasting", 2, 8192, 16, 128, 128, "bfloat16", data="lasting"),
     )
 }
-USUAL = tuple(shape for shape in NAMED.values() if not shape.layout and shape.name != "even")
+USUAL = tuple(
+    shape for shape in NAMED.values() if not (shape.layout or shape.data or shape.name == "even")
+)
 
 
 def parse(text: str) -> Shape:
@@ -173,7 +182,10 @@ class Inputs:
 
 
 def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:
-    """Seeded, on the current GPU: gate sigmoid(N(3, 1)), beta U(0, 1), keys of unit length."""
+    """Seeded, on the current GPU: gate sigmoid(N(3, 1)), beta U(0, 1), keys of unit length.
+
+    A shape's ``data`` may say otherwise.
+    """
     import cupy
 
     rng, wide = cupy.random.default_rng(seed), getattr(cupy, shape.wide)
@@ -184,9 +196,11 @@ def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:
 
     q = normal(shape.K) * shape.K**-0.5
     k = normal(shape.K)
+    if shape.data == "alike":
+        k = 0.3 * k + k[:, :1].copy()
     k /= cupy.sqrt((k * k).sum(-1, keepdims=True))
     q, k, v = (x.astype(kind(shape.dtype)) for x in (q, k, normal(shape.V)))
-    gate = 1 / (1 + cupy.exp(-3 - normal()))
+    gate = 1 / (1 + cupy.exp(-(9 if shape.data == "lasting" else 3) - normal()))
     arrays = laid_out(shape.layout, q, k, v)
     return Inputs(rule, shape, *arrays, gate, rng.random(heads, dtype=wide))
 
