@@ -133,7 +133,7 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
         first = bits
 
 
-# Waits of one block. Left out: those of stores, which come at once here; the end of the first pass,
+# Waits of one block. Left out: those of stores, which come at once here; those of pieces, their end,
 # which takes several blocks; the last wait for decays, which the state that is waited for implies.
 WAIT = re.compile(r"(?:shared\.\w+\[[^;]*\]\.wait\(|wgmma_wait<\d>\()[^;]*;")
 FILES = ("feed_sm90.cuh", "state_sm90.cuh", "linear_sm90.cu")
@@ -146,7 +146,7 @@ def waits() -> list[str]:
         texts = WAIT.findall((loader.folder() / file).read_text())
         found += [f"{file} {i} {text}" for i, text in enumerate(texts)]
     last = max(i for i, text in enumerate(found) if MADE in text)
-    return [x for i, x in enumerate(found) if i != last and "state_made[turn]" not in x]
+    return [x for i, x in enumerate(found) if i != last and "state_made[first.slot]" not in x]
 
 
 def odd_packed(rng) -> tuple[Case, dict]:
