@@ -11,10 +11,16 @@
 inline unsigned pack_bfloat16(float low, float high) {
   return float_to_bfloat16_bits(low) | static_cast<unsigned>(float_to_bfloat16_bits(high)) << 16;
 }
-
 inline void unpack_bfloat16(unsigned x, float& low, float& high) {
   low = bfloat16_bits_to_float(static_cast<unsigned short>(x));
   high = bfloat16_bits_to_float(static_cast<unsigned short>(x >> 16));
+}
+inline unsigned pack_half(float low, float high) {
+  return float_to_half_bits(low) | static_cast<unsigned>(float_to_half_bits(high)) << 16;
+}
+inline void unpack_half(float (&y)[2], unsigned x) {
+  y[0] = half_bits_to_float(static_cast<unsigned short>(x));
+  y[1] = half_bits_to_float(static_cast<unsigned short>(x >> 16));
 }
 #else
 
@@ -33,6 +39,14 @@ __device__ __forceinline__ unsigned short float_to_half_bits(float x) {
   unsigned short y;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
   return y;
+}
+
+// The two numbers of one register.
+__device__ __forceinline__ void unpack_half(float (&y)[2], unsigned x) {
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(y[0]), "=f"(y[1])
+      : "r"(x));
 }
 
 __device__ __forceinline__ float bfloat16_bits_to_float(unsigned short x) {
@@ -54,6 +68,11 @@ __device__ __forceinline__ float exact_product(float x, float y) {
 __device__ __forceinline__ double exact_product(double x, double y) { return x * y; }
 
 // Two numbers, rounded, in one register.
+__device__ __forceinline__ unsigned pack_half(float low, float high) {
+  unsigned y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
 __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
   unsigned y;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -70,6 +89,14 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
                                                   const unsigned (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4],
+                                                 const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

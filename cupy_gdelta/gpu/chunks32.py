@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from ..arrays import ITEMSIZE
+
 CHUNK = 32  # tokens
 MAX_K = 128
 MAX_T = 2**30  # tokens are counted in 32 bits
@@ -12,7 +14,7 @@ SHORTEST, SHORTEST_SMALL, SMALL = 128, 256, 2048  # tokens; for states of fewer 
 PIECE_CHUNKS = 16  # a piece has at least so many chunks, to be worth its state
 DECAY_BYTES = 4 * (2 * 32 + 2 * 16 + 2 * 16 * 20 + 4)  # sizeof(Decay)
 ITEM_BYTES = 7 * 8 + 6 * 4  # sizeof(Item)
-PRODUCTS = {"highest": "kThree", "tf32": "kOne"}
+PRODUCTS = {"highest": "kThree", "tf32": "kOne"}  # of float32
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Tile32:
     wide: int
     pieces: int = 1
     piece_size: int = 0
+    dtype: str = "float32"
 
     @property
     def reason(self) -> str:
@@ -84,7 +87,7 @@ class Tile32:
     def _bytes(self, key_rows: int) -> int:
         stage = CHUNK * (key_rows * self._key_row + -(-self.cols // 32) * 32)
         gates = 3 * self.steps * 2 * CHUNK
-        return self.stages * (4 * stage + DECAY_BYTES) + 4 * gates + ITEM_BYTES
+        return self.stages * (ITEMSIZE[self.dtype] * stage + DECAY_BYTES) + 4 * gates + ITEM_BYTES
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,6 +100,7 @@ def best_tile(
     aligned: bool,
     precision: str,
     shared_limit: int,
+    dtype: str = "float32",
 ) -> Tile32 | None:
     """The deepest tile that fits; None where none does, or tokens are too few for it.
 
@@ -104,8 +108,10 @@ def best_tile(
     """
     if K > MAX_K or T > MAX_T or (SHORTEST if K * V >= SMALL else SHORTEST_SMALL) > T:
         return None
-    wide = 4 if aligned and K % 4 == 0 and V % 4 == 0 else 1
-    for tile in shapes(K, V, PRODUCTS[precision], wide):
+    vector = 16 // ITEMSIZE[dtype]
+    wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
+    products = half_products(K, V) if dtype == "float16" else PRODUCTS[precision]
+    for tile in shapes(K, V, products, wide, dtype):
         if tile.shared_bytes <= shared_limit:
             chunks, blocks = -(-T // CHUNK), items * tile.col_blocks
             pieces = max(1, min(multiprocessors // max(blocks, 1), chunks // PIECE_CHUNKS))
@@ -113,9 +119,18 @@ def best_tile(
     return None
 
 
-def shapes(K: int, V: int, products: str, wide: int) -> list[Tile32]:
+def half_products(K: int, V: int) -> str:
+    """Of float16: what is rounded errs less than y does, and small heads can do without that."""
+    return "kMixed" if _small(K, V) else "kOne"
+
+
+def _small(K: int, V: int) -> bool:
+    return K <= 32 and V <= 32
+
+
+def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> list[Tile32]:
     """Tiles for a head, the better ones first: many chunks a barrier, then copies far ahead."""
-    small = K <= 32 and V <= 32
+    small = _small(K, V)
     cols = 64 if K <= 64 and V > 32 else 32
     width = min(32, -(-V // 8) * 8)  # of what one warp puts out, and keeps
     state = (-(-K // 8) * 8, 16) if small else (32, 32)
@@ -127,5 +142,5 @@ def shapes(K: int, V: int, products: str, wide: int) -> list[Tile32]:
         out = (32, width) if steps > 1 else (16, width if K <= 64 else min(16, width))
         for stages in range(3 * steps + 1, 3 * steps - 2, -1):
             sizes = (K, V, cols, steps, stages)
-            found.append(Tile32(*sizes, *out, *state, *helpers, products, wide))
+            found.append(Tile32(*sizes, *out, *state, *helpers, products, wide, dtype=dtype))
     return found

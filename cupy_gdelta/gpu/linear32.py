@@ -1,4 +1,4 @@
-"""Launches cuda/linear32.cu: the linear rule in chunks on tensor cores, for float32."""
+"""Launches cuda/linear32.cu: the linear rule in chunks on tensor cores, for float32 and float16."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .plan import Plan
 
 PIECES = struct.Struct("=2Q q 2i")  # PieceArgs of cuda/linear32.cu
 SCAN_THREADS = 256
+ELEMENTS = {"float32": "float", "float16": "half_t"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -25,7 +26,7 @@ def expression(tile: Tile32, output: bool) -> str:
     sizes = (tile.K, tile.V, tile.cols, tile.steps, tile.stages, tile.out_rows, tile.out_cols)
     split = (tile.state_rows, tile.state_cols, tile.copy_warps, tile.decay_warps)
     kind = (tile.products, tile.wide, str(output).lower())
-    return f"linear32<{', '.join(map(str, (*sizes, *split, *kind)))}>"
+    return f"linear32<{', '.join(map(str, (ELEMENTS[tile.dtype], *sizes, *split, *kind)))}>"
 
 
 def pieces(tile: Tile32, states: int, decays: int) -> np.ndarray:

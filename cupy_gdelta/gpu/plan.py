@@ -98,9 +98,9 @@ def choose(
         tile = chunks.best_tile(T, items, K, V, multiprocessors, aligned == 16, shared_limit)
         if tile is not None:
             return Plan("linear", "float32", tile, f"chunks on tensor cores, {tile.reason}")
-    if rule == "linear" and dtype == "float32":
+    if rule == "linear" and dtype in ("float32", "float16"):
         sizes = (T, items, K, V, multiprocessors)
-        split = chunks32.best_tile(*sizes, aligned == 16, precision, shared_limit)
+        split = chunks32.best_tile(*sizes, aligned == 16, precision, shared_limit, dtype)
         if split is not None:
             return Plan("linear32", "float32", split, f"chunks on tensor cores, {split.reason}")
     made_in, why = sums(dtype, T, log_gate)
