@@ -132,10 +132,15 @@ def test_chosen_kernels_stay_in_registers(arch):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
-def test_chunks_of_float32_stay_in_registers(arch):
+def test_chunks_of_32_tokens_stay_in_registers(arch):
     tokens = dict(tokens=[4096], normalise=[False], arch=arch)
-    for shapes, precision in (([(24, 24), (64, 64)], "highest"), ([(64, 64)], "tf32")):
-        sizes = {"shapes": shapes, "dtypes": ["float32"], "precision": precision}
+    small, large, largest = (24, 24), (64, 64), (128, 128)
+    for shapes, dtype, precision in (
+        ([small, large], "float32", "highest"),
+        ([large], "float32", "tf32"),
+        ([small, large, largest], "float16", "highest"),
+    ):
+        sizes = {"shapes": shapes, "dtypes": [dtype], "precision": precision}
         found = instantiations(**FEW | sizes | tokens)
         assert_in_registers({"linear32": found["linear32"]}, arch)
 

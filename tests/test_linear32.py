@@ -1,5 +1,5 @@
-"""cuda/linear32.cu: the chunked linear rule in float32, on the CPU with every access followed, and
-on a GPU.
+"""cuda/linear32.cu: the chunked linear rule in float32 and float16, on the CPU with every access
+followed, and on a GPU.
 
 The GPU tests named test_case_* are small enough for compute-sanitizer.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from compare import check
+from compare import assert_close, check, host
 from conftest import Family
 from host import simt
 
-from cupy_gdelta import accuracy
+from cupy_gdelta import accuracy, reference
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
@@ -38,21 +38,22 @@ class Case:
     products: str = "kThree"
     gate: str = "zeros among"
     log: bool = False
+    narrow_gates: bool = False
     tile_options: dict = field(default_factory=dict, hash=False)
     options: dict = field(default_factory=dict, hash=False)
     rule: str = "linear"
     dtype: str = "float32"
 
     def __str__(self) -> str:
-        return f"{self.K}x{self.V}-T{self.T}-{self.gate}-{self.products}-pieces{self.pieces}"
+        sizes = f"{self.dtype}-{self.K}x{self.V}-T{self.T}"
+        return f"{sizes}-{self.gate}-{self.products}-pieces{self.pieces}"
 
     @property
     def tile(self) -> chunks32.Tile32:
-        wide = self.wide == 4
-        tile = chunks32.best_tile(
-            1000, 1000, self.K, self.V, 132, wide, "highest", plan.SHARED_LIMIT
-        )
+        sizes = (1000, 1000, self.K, self.V, 132, self.wide > 1)
+        tile = chunks32.best_tile(*sizes, "highest", plan.SHARED_LIMIT, self.dtype)
         assert tile is not None
+        assert tile.wide == self.wide
         chunk_count = (self.T + 31) // 32
         size = -(-chunk_count // self.pieces) * 32
         tile = replace(tile, products=self.products, **self.tile_options)
@@ -69,11 +70,14 @@ class Case:
         x = random_inputs(self, rng, family)
         if self.log:
             x["log_gate"] = -0.01 * abs(x.pop("gate"))
+        if self.narrow_gates:
+            narrow = [n for n in ("gate", "log_gate", "beta") if n in x]
+            x |= {n: x[n].astype(self.dtype) for n in narrow}
         return x
 
     def verify(self, x: dict, y, state, what: str) -> None:
         """At the tolerance of the products."""
-        dtype = "tf32" if self.products == "kOne" else self.dtype
+        dtype = "tf32" if (self.dtype, self.products) == ("float32", "kOne") else self.dtype
         verify(replace(self, dtype=dtype), x, y, state, what)
 
 
@@ -103,6 +107,25 @@ CASES = [
         Hq=1,
         tile_options=ONE_BLOCK | {"steps": 2, "stages": 5, "decay_warps": 2},
     ),
+]
+HALF = {"dtype": "float16", "products": "kOne", "wide": 8}
+EXACT = HALF | {"products": "kMixed"}
+CASES += [
+    Case(64, 64, **HALF),
+    Case(64, 64, T=100, gate="0.9995", log=True, **EXACT),
+    Case(24, 24, T=300, gate="random", Hq=1, **EXACT),
+    Case(24, 24, T=0, **HALF),
+    Case(24, 40, T=1, gate="one", **HALF),
+    Case(128, 128, T=129, gate="negative", Hq=1, **HALF),
+    Case(96, 72, T=100, gate="one", **EXACT),
+    Case(40, 17, gate="1e-37", **HALF | {"wide": 1}),
+    Case(1, 3, T=65, pieces=2, gate="0.9995", log=True, **HALF | {"wide": 1}),
+    Case(33, 70, T=300, pieces=3, gate="random", **EXACT | {"wide": 1}),
+    Case(64, 64, T=300, pieces=2, options={"cu_seqlens": [0, 5, 5, 200, 290]}, **HALF),
+    Case(8, 8, T=63, gate="0.2", B=3, **HALF),
+    Case(24, 24, T=100, H=3, Hq=3, gate="random", narrow_gates=True, **EXACT),
+    Case(64, 64, T=100, H=1, Hq=1, log=True, narrow_gates=True, **HALF),
+    Case(64, 32, T=129, gate="zero", tile_options=ONE_BLOCK | {"out_cols": 16}, **HALF),
 ]
 
 
@@ -151,6 +174,135 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     case.verify(x, y, state, "checked")
 
 
+def beyond_float16(family: Family, rng: np.random.Generator) -> tuple[Case, dict]:
+    """Values as large as float16 has them; states and outputs are larger in part."""
+    case = Case(64, 64, T=100, gate="one", **HALF)
+    x = accuracy.inputs(rng, T=case.T, H=2, K=64, V=64, gate="one")
+    x["v"] *= 65504 / abs(x["v"]).max()
+    x["k"] *= 8
+    x["initial_state"] = np.zeros((1, 2, 64, 64))
+    return case, family.arrays(x, "float16")
+
+
+def assert_overflows_as_numpy(x: dict, y, state) -> None:
+    """y is infinite where it is too large, as in a cast of NumPy, and the state stays exact."""
+    expected, last = reference.gated_linear_attention(**{n: host(a) for n, a in x.items()})
+    y, tolerance = host(y), accuracy.TOLERANCE["linear", "float16"]
+    assert abs(last).max() > 2 * 65504, "states do not pass float16"
+    assert_close(state, last, tolerance, "state")
+    fits, over = abs(expected) < 65000, abs(expected) > 66000
+    assert 100 < over.sum() < over.size / 2, "too few outputs overflow, or too many"
+    assert (y[over] == np.copysign(np.inf, expected[over])).all()
+    assert_close(y[fits], expected[fits], tolerance, "what fits")
+
+
+@needs_compiler
+def test_outputs_beyond_float16(kernels, rng):
+    case, x = beyond_float16(Family("numpy"), rng)
+    assert_overflows_as_numpy(x, *run_on_host(kernels, case, x))
+
+
+@pytest.mark.gpu
+def test_outputs_beyond_float16_on_a_gpu(rng):
+    case, x = beyond_float16(Family("cupy"), rng)
+    assert_overflows_as_numpy(x, *launch_on_gpu(case, x))
+
+
+def poisoned(case: Case, family: Family, rng: np.random.Generator, number: np.ndarray) -> dict:
+    """Gates of 1, and a number of the given bits in v at token 40, column 5."""
+    x = accuracy.inputs(rng, T=case.T, H=2, K=64, V=64, gate="one")
+    x["initial_state"] = np.zeros((1, 2, 64, 64))
+    x = family.arrays(x, case.dtype)
+    x["v"][0, 40, 0, 5] = family.array(number)[0]
+    return x
+
+
+def assert_shows(y, state) -> None:
+    """In its own column of every chunk from its own on, and nowhere else."""
+    bad = ~np.isfinite(host(y))
+    assert bad[0, 40:, 0, 5].all()
+    bad[0, 32:, 0, 5] = False
+    assert not bad.any()
+    bad = ~np.isfinite(host(state))
+    assert bad[0, 0, :, 5].all()
+    bad[0, 0, :, 5] = False
+    assert not bad.any()
+
+
+ONE = {"T": 100, "gate": "one"}
+POISON = [  # NaN as GPUs write it, whose bits are all ones, and as NumPy does
+    (Case(64, 64, products="kOne", **ONE), np.array([0x7FFFFFFF], "u4").view("f4")),
+    (Case(64, 64, **ONE), np.array([0x7FFFFFFF], "u4").view("f4")),
+    (Case(64, 64, **ONE), np.array([np.nan], "f4")),
+    (Case(64, 64, **ONE | HALF), np.array([0x7FFF], "u2").view("f2")),
+    (Case(64, 64, **ONE | HALF), np.array([np.inf], "f2")),
+    (Case(64, 64, **ONE | EXACT), np.array([np.nan], "f2")),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("case", "number"), POISON, ids=str)
+def test_nan_shows(case, number, rng):
+    x = poisoned(case, Family("numpy"), rng, number)
+    kernels = simt.Kernels(SOURCE, case.expressions)
+    assert_shows(*run_on_host(kernels, case, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "number"), POISON, ids=str)
+def test_nan_shows_on_a_gpu(case, number, rng):
+    assert_shows(*launch_on_gpu(case, poisoned(case, Family("cupy"), rng, number)))
+
+
+@pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_tiles_fit_into_shared_memory(dtype, limit):
+    for K in (1, 16, 24, 64, 100, 128):
+        for V in (1, 24, 64, 200, 256):
+            for aligned in (True, False):
+                sizes = (1000, 64, K, V, 132, aligned)
+                tile = chunks32.best_tile(*sizes, "highest", limit, dtype)
+                assert tile is None or tile.shared_bytes <= limit
+                assert tile is None or tile.threads <= 1024
+                assert tile is not None or limit < 163 * 1024
+
+
+@needs_compiler
+def test_a_tile_knows_the_kernel_s_sizes(tmp_path):
+    """Threads and bytes, as gpu.chunks32 counts them and as the kernel does."""
+    source = tmp_path / "sizes.cu"
+    text = f'#include "{SOURCE}"\n__global__ void sizes(int* out) {{\n'
+    expected = []
+    for case in CASES:
+        tile = case.tile
+        for output, threads, size in (
+            (True, tile.threads, tile.shared_bytes),
+            (False, tile.state_threads, tile.state_bytes),
+        ):
+            shape = linear32.expression(tile, output).replace("linear32<", "Shape<")
+            at = len(expected)
+            text += f"  out[{at}] = {shape}::kThreads;\n"
+            text += f"  out[{at + 1}] = Shared<{shape}>::kBytes;\n"
+            expected += [threads, size]
+    source.write_text(text + "}\n")
+    out = np.zeros(len(expected), np.int32)
+    simt.Kernels(source, ["sizes"]).launch("sizes", 1, 1, 0, [out])
+    assert out.tolist() == expected
+
+
+def test_float16_goes_in_chunks():
+    for K, shortest in ((64, 128), (24, 256)):
+        for T, kernel in ((shortest - 1, "recurrent"), (shortest, "linear32")):
+            assert plan.choose("linear", "float16", T, 8, K, K, 132).kernel == kernel
+    for other in (("delta", 64), ("linear", 200)):
+        assert plan.choose(other[0], "float16", 1000, 8, other[1], 64, 132).kernel == "recurrent"
+    wide = [
+        plan.choose("linear", "float16", 1000, 8, K, 40, 132, aligned).tile.wide
+        for K, aligned in ((40, 16), (40, 8), (36, 16))
+    ]
+    assert wide == [8, 1, 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case_on_a_gpu(case, rng):
@@ -170,24 +322,26 @@ def launch_on_gpu(case: Case, x: dict) -> tuple:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["highest", "tf32"])
+@pytest.mark.parametrize("precision", ["highest", "tf32", "float16"])
 @pytest.mark.parametrize(("T", "H"), [(256, 300), (1000, 1), (5000, 2), (300, 100)])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (24, 24), (48, 48), (100, 30)])
 def test_the_public_function_runs_it(T, H, K, V, precision, rng):
     from cupy_gdelta import gated_linear_attention
 
-    x = Family("cupy").arrays(accuracy.inputs(rng, T=T, H=H, K=K, V=V), "float32")
-    chosen = plan.choose("linear", "float32", T, H, K, V, 132, precision=precision)
+    kind = "float16" if precision == "float16" else "float32"
+    how = {} if precision == "float16" else {"precision": precision}
+    x = Family("cupy").arrays(accuracy.inputs(rng, T=T, H=H, K=K, V=V), kind)
+    chosen = plan.choose("linear", kind, T, H, K, V, 132, **how)
     assert chosen.kernel == "linear32"
-    dtype = "tf32" if precision == "tf32" else "float32"
-    tolerance = accuracy.TOLERANCE["linear", dtype]
-    check("linear", gated_linear_attention, x, "float32", tolerance=tolerance, precision=precision)
+    tolerance = accuracy.TOLERANCE["linear", "tf32" if precision == "tf32" else kind]
+    check("linear", gated_linear_attention, x, kind, tolerance=tolerance, **how)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", ["one", "0.9995", "0.95", "log"])
 @pytest.mark.parametrize(("H", "D"), [(1, 4), (200, 4), (200, 24), (200, 64)])
-def test_errors_of_data_of_one_sign_do_not_add_up(gate, H, D, rng):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_errors_of_data_of_one_sign_do_not_add_up(dtype, gate, H, D, rng):
     """Numbers that repeat: roundings are equal too, and nothing averages them out."""
     from cupy_gdelta import gated_linear_attention
 
@@ -199,10 +353,10 @@ def test_errors_of_data_of_one_sign_do_not_add_up(gate, H, D, rng):
         x["log_gate"] = -1e-3 * g[..., 0]
     else:
         x["gate"] = np.full((1, T, H), {"one": 1.0}.get(gate) or float(gate))
-    x = Family("cupy").arrays(x, "float32")
+    x = Family("cupy").arrays(x, dtype)
     y, state = gated_linear_attention(**x, return_state=True)
     few = sorted({0, H // 2, H - 1})  # heads compared, one by one: none may err more than allowed
     for h in few:
         mine = {n: a[:, :, h : h + 1] for n, a in x.items()}
         got = y[:, :, h : h + 1], state[:, h : h + 1]
-        check("linear", lambda got=got, **_: got, mine, "float32", what=f"head {h}")
+        check("linear", lambda got=got, **_: got, mine, dtype, what=f"head {h}")
