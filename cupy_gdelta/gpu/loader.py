@@ -18,7 +18,7 @@ from typing import Any
 import cupy
 
 OPTIONS = ("-std=c++17",)
-SM90 = ("-arch=sm_90a",)  # for files whose name says so
+SM90 = ("-arch=sm_90a",)  # what Hopper has, and no later GPU
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _lock = threading.Lock()
 _kernels: dict[tuple[str, str, int], Any] = {}
@@ -77,7 +77,8 @@ def kernel(
 
 
 def _compile(stem: str, expression: str, shared_bytes: int, together: bool = False) -> Any:
-    options = OPTIONS + (SM90 if stem.endswith("_sm90") else ())
+    hopper = cupy.cuda.Device().compute_capability == "90"
+    options = OPTIONS + (SM90 if hopper else ())
 
     def build() -> Any:
         module = cupy.RawModule(
