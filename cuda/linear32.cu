@@ -3,19 +3,16 @@
 //   Y_i = d_i q_i S + sum_{j <= i} (q_i . k_j) D_ij v_j        S <- d_31 S + sum_j D_31,j k_j v_j^T
 //
 // with D_ij = beta_j gate_{j+1} ... gate_i and d_i = gate_0 ... gate_i (decay32.cuh). Products are
-// split as factors.cuh says.
+// split as products32.cuh says.
 //
-// A block walks through the chunks of one piece of a sequence for kCols columns of V of one head,
-// kSteps chunks at a time and with one barrier each time. Its warps have roles: some make outputs,
-// of chunks whose states are known; some keep the state, advance it through the next kSteps chunks
-// and write it into shared memory before each; some copy q, k and v; some make the decays of chunks
-// to come. A step of the block works on chunks c to c + kSteps - 1 for outputs, from c + kSteps - 1
-// on for states, and from c + 2 kSteps - 1 on for decays and copies.
+// A block walks through the chunks of one piece of a sequence for kCols columns of V of one head.
+// Its warps have roles: some have q, k and v copied; some make decays, by turns; some keep the
+// state, write it into shared memory before each chunk and advance it; the others make outputs, by
+// turns. Stages of shared memory and the states go from hand to hand through barriers there.
 //
 // Where heads are too few to fill the chip, sequences are cut into pieces: states of pieces from
 // zero (kOutput = false), a scan over pieces (scan_pieces), then outputs of all pieces at once.
-#include "feed32.cuh"
-#include "tf32_tiles.cuh"
+#include "linear32_feed.cuh"
 
 __device__ __forceinline__ void store_pair(float* to, float x, float y) {
   *reinterpret_cast<float2*>(to) = {x, y};
@@ -24,23 +21,31 @@ __device__ __forceinline__ void store_pair(half_t* to, float x, float y) {
   *reinterpret_cast<unsigned*>(to) = pack_half(x, y);
 }
 
-// Outputs by warp `warp` of those that make them: of one chunk in every step.
+// Outputs by warp `warp` of those that make them: a part of every kTurns-th chunk.
+//
+// The state before a chunk is there once the decays of all earlier chunks have been made: so this
+// warp may skip phases of the barriers, and still waits for none before its time.
 template <class S>
-__device__ __forceinline__ void make_outputs(const CallArgs& a, const Shared<S>& shared, int warp,
+__device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& shared, int warp,
                                              int lane) {
   using In = typename S::In;
-  const Item& item = shared.item();  // read anew in every step
-  const int rest = warp / S::kSteps, part = rest / S::kRowParts;
-  const int block = (rest + part) % S::kRowParts, own0 = part * S::kOutCols;
-  __syncthreads();
-  for (int c = warp % S::kSteps; c < item.chunks + warp % S::kSteps; c += S::kSteps) {
-    __syncthreads();
-    if (c >= item.chunks) continue;
-    OutTiles<In, S::kProducts, S::kKeyTiles, S::kKeyRow, S::kValueRow, S::kOutRows / 16,
-             S::kOutCols / 8>
-        tiles;
-    tiles.make(shared.queries(c), shared.keys(c), shared.values(c), shared.state_before(c), own0,
-               shared.decay(c), block, lane);
+  const Item& item = shared.item;  // read anew for every chunk
+  const int rest = warp / S::kTurns, part = rest / S::kRowParts;
+  const int own0 = part * S::kOutCols;
+  Turn<S::kStages> stage;
+  Turn<S::kSlots> state;
+  stage.skip(warp % S::kTurns);
+  state.skip(warp % S::kTurns);
+  for (int c = warp % S::kTurns; c < item.chunks;
+       c += S::kTurns, stage.skip(S::kTurns), state.skip(S::kTurns)) {
+    const int block = (rest + part + c / S::kTurns) % S::kRowParts;  // the second is more work
+    shared.state_made[state.slot].wait(state.parity);
+    shared.made[stage.slot].wait(stage.parity);
+    OutTiles<In, S::kProducts, S::kKeyTiles, S::kStateBox, S::kOutRows / 16, S::kOutCols / 8> tiles;
+    tiles.make(shared.queries(stage.slot), shared.keys(stage.slot), shared.values(stage.slot),
+               shared.states[state.slot], own0, shared.decays[stage.slot], block, lane,
+               [&] { arrive(shared.state_free[state.slot], lane); });
+    arrive(shared.free[stage.slot], lane);
     const float scale = static_cast<float>(a.scale);
     const int t = c * kChunk + block * kBlock + lane / 4, col = own0 + lane % 4 * 2;
     In* row = static_cast<In*>(a.y) + item.y + t * a.y_stride[1] + col;
@@ -74,13 +79,12 @@ __device__ __forceinline__ void clear_rest(const CallArgs& a, const Item& item) 
 // The state, by warp `warp` of those that keep it: a part of it through all chunks.
 template <class S>
 __device__ __forceinline__ void keep_state(const CallArgs& a, const PieceArgs& pieces,
-                                           const Shared<S>& shared, int warp, int lane) {
-  const Item& item = shared.item();
+                                           Shared<S>& shared, int warp, int lane) {
+  const Item& item = shared.item;
   const int row0 = warp % S::kStateRowParts * S::kStateRows;
   const int own0 = warp / S::kStateRowParts * S::kStateCols;
   float* const piece_state = pieces.states + (item.piece * a.N * a.H + item.nh) * (S::K * S::V);
-  StateTiles<typename S::In, S::kProducts, S::kKeyRow, S::kValueRow, S::kStateCols / 16,
-             S::kStateRows / 8>
+  StateTiles<typename S::In, S::kProducts, S::kStateBox, S::kStateCols / 16, S::kStateRows / 8>
       tiles;
   tiles.clear_carry();
   tiles.each(lane, [&](float& s, int i, int j) {
@@ -96,23 +100,22 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, const PieceArgs& p
   });
   const int chunks = item.chunks;
   double whole = 1;
-  const auto advance = [&](int c) {
-    if (c >= chunks) return;
-    const Decay& decay = shared.decay(c);
-    tiles.advance(shared.keys(c), shared.values(c), row0, own0, decay, lane);
-    if (S::kOutput)
-      tiles.publish(shared.state_before(c + 1), row0, own0, lane);
-    else
-      whole = bounded(whole * (double(decay.whole) + decay.whole_rest));
+  Turn<S::kStages> stage;
+  Turn<S::kSlots> state;
+  const auto publish = [&] {
+    shared.state_free[state.slot].wait(state.parity ^ 1);
+    tiles.publish(shared.states[state.slot], row0, own0, lane);
+    arrive(shared.state_made[state.slot], lane);
+    state.next();
   };
-  if (S::kOutput) tiles.publish(shared.state_before(0), row0, own0, lane);
-  __syncthreads();
-#pragma unroll 1
-  for (int c = 0; c < S::kSteps - 1; c++) advance(c);
-  for (int step = 0; step < steps<S>(chunks); step++) {
-    __syncthreads();
-#pragma unroll 1
-    for (int i = 0; i < S::kSteps; i++) advance((step + 1) * S::kSteps - 1 + i);
+  if (S::kOutput && chunks > 0) publish();
+  for (int c = 0; c < chunks; c++, stage.next()) {
+    const Decay& decay = shared.decays[stage.slot];
+    shared.made[stage.slot].wait(stage.parity);
+    tiles.advance(shared.keys(stage.slot), shared.values(stage.slot), row0, own0, decay, lane);
+    if (!S::kOutput) whole = bounded(whole * (double(decay.whole) + decay.whole_rest));
+    if (S::kOutput && c + 1 < chunks) publish();
+    arrive(shared.free[stage.slot], lane);
   }
   float* kept = nullptr;
   if (!S::kOutput)
@@ -128,37 +131,81 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, const PieceArgs& p
     pieces.decays[item.piece * a.N * a.H + item.nh] = whole;
 }
 
+template <class S>
+__device__ __forceinline__ void set_up(Shared<S>& shared) {
+  constexpr int kParts = S::kOutput ? S::kParts : 0;
+  for (int i = 0; i < S::kStages; i++) {
+    shared.loaded[i].init(S::kCopyWarps);
+    shared.made[i].init(1);
+    shared.free[i].init(S::kStateWarps + kParts);
+  }
+  for (int i = 0; i < S::kSlots; i++) {
+    shared.state_made[i].init(S::kStateWarps);
+    shared.state_free[i].init(S::kParts);
+  }
+#if !defined(SIMT_HOST) && __CUDA_ARCH__ >= 900
+  if (S::kWide == kBoxes) fence_barriers();
+#endif
+}
+
+// Zeros beside what is copied and written: nothing is ever written over them.
+template <class S>
+__device__ __forceinline__ void pad(Shared<S>& shared) {
+  float* const rows = shared.stages[0];
+  constexpr int kStages = S::kStages * S::kStage;
+  for (int i = (S::kWide == kBoxes ? kStages : 0) + 4 * threadIdx.x; i < kStages + S::kStates;
+       i += 4 * S::kThreads)
+    *reinterpret_cast<Run<float, 4>*>(rows + i) = {};
+}
+
+template <class S, int kRegisters>
+__device__ __forceinline__ void regroup() {
+  if constexpr (S::kRegroups) set_registers<S::kAtLaunch, kRegisters>();
+}
+
 // grid: N * H * pieces * ceil(V / kCols) blocks, one piece fewer where only states are made.
-// block: Shape::kThreads.
-template <class In, int K, int V, int kCols, int kSteps, int kStages, int kOutRows, int kOutCols,
-          int kStateRows, int kStateCols, int kCopyWarps, int kDecayWarps, int kProducts, int kWide,
-          bool kOutput>
+// block: Shape::kThreads. The maps are for boxes of 32 tokens by 128 bytes.
+template <class In, int K, int V, int kCols, int kTurns, int kStages, int kSlots, int kOutRows,
+          int kOutCols, int kStateRows, int kStateCols, int kCopyWarps, int kDecayWarps,
+          int kProducts, int kWide, bool kOutput>
 __global__ void __launch_bounds__(
-    Shape<In, K, V, kCols, kSteps, kStages, kOutRows, kOutCols, kStateRows, kStateCols, kCopyWarps,
-          kDecayWarps, kProducts, kWide, kOutput>::kThreads,
-    1) linear32(const CallArgs a, const PieceArgs pieces) {
-  using S = Shape<In, K, V, kCols, kSteps, kStages, kOutRows, kOutCols, kStateRows, kStateCols,
-                  kCopyWarps, kDecayWarps, kProducts, kWide, kOutput>;
-  DYNAMIC_SHARED(float, rows);
-  const Shared<S> shared{rows};
-  if (S::kPadded)  // with zeros, and nothing is ever written over them
-    for (int i = threadIdx.x; i < S::kFloats / 4; i += S::kThreads)
-      reinterpret_cast<Run<float, 4>*>(rows)[i] = {};
-  if (threadIdx.x == 0) shared.item() = find_item<S>(a, pieces);
-  __syncthreads();  // the padding and the item are there
+    Shape<In, K, V, kCols, kTurns, kStages, kSlots, kOutRows, kOutCols, kStateRows, kStateCols,
+          kCopyWarps, kDecayWarps, kProducts, kWide, kOutput>::kThreads,
+    1) linear32(const CallArgs a, const PieceArgs pieces, const __grid_constant__ TensorMap q_map,
+                const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  using S = Shape<In, K, V, kCols, kTurns, kStages, kSlots, kOutRows, kOutCols, kStateRows,
+                  kStateCols, kCopyWarps, kDecayWarps, kProducts, kWide, kOutput>;
+  DYNAMIC_SHARED(unsigned char, raw);
+  auto& shared = *reinterpret_cast<Shared<S>*>(raw);
+  if (S::kPadded) pad(shared);
+  if (threadIdx.x == 0) shared.item = find_item<S>(a, pieces);
+  if (threadIdx.x == 32) set_up(shared);
+  __syncthreads();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp < S::kOutWarps) {
-    make_outputs<S>(a, shared, warp, lane);
-    const Item& item = shared.item();
+  constexpr int kStateWarp = S::kOutWarps, kDecayWarp = kStateWarp + S::kStateWarps;
+  constexpr int kCopyWarp = kDecayWarp + kDecayWarps;
+  if (warp < kStateWarp) {
+    regroup<S, S::kOutRegisters>();
+    make_outputs(a, shared, warp, lane);
+    const Item& item = shared.item;
     if (a.cu_seqlens && item.n == a.N - 1 && item.piece == pieces.pieces - 1)
       clear_rest<S>(a, item);
-  } else if (warp < S::kOutWarps + S::kStateWarps) {
-    keep_state<S>(a, pieces, shared, warp - S::kOutWarps, lane);
-  } else if (warp < S::kOutWarps + S::kStateWarps + S::kDecayWarps) {
-    make_decays<S>(a, shared, warp - S::kOutWarps - S::kStateWarps, lane);
+  } else if (warp < kDecayWarp) {
+    regroup<S, S::kStateRegisters>();
+    keep_state(a, pieces, shared, warp - kStateWarp, lane);
+  } else if constexpr (S::kRegroups) {
+    regroup<S, S::kOtherRegisters>();
+    if (warp < kCopyWarp)
+      make_decays(a, shared, warp - kDecayWarp, lane);
+    else if (lane == 0)
+      load(a, shared, q_map, k_map, v_map);
+  } else if (warp < kCopyWarp) {
+    make_decays(a, shared, warp - kDecayWarp, lane);
+  } else if constexpr (kWide == kBoxes) {
+    if (lane == 0) load(a, shared, q_map, k_map, v_map);
   } else {
-    copy<S>(a, shared, threadIdx.x - 32 * (S::kOutWarps + S::kStateWarps + S::kDecayWarps));
+    copy(a, shared, threadIdx.x - 32 * kCopyWarp);
   }
 }
 

@@ -24,9 +24,9 @@ inline void unpack_half(float (&y)[2], unsigned x) {
 }
 #else
 
-// Dynamic shared memory of a kernel, `name` of element type `type`, aligned for 16-byte access.
-#define DYNAMIC_SHARED(type, name)                             \
-  extern __shared__ __align__(128) unsigned char name##_raw[]; \
+// Dynamic shared memory of a kernel, `name` of element type `type`, aligned for the copy engine.
+#define DYNAMIC_SHARED(type, name)                              \
+  extern __shared__ __align__(1024) unsigned char name##_raw[]; \
   type* const name = reinterpret_cast<type*>(name##_raw)
 
 __device__ __forceinline__ float half_bits_to_float(unsigned short x) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// What sm_90a adds: barriers in shared memory, copies of tiles by the copy engine, products of
+// Barriers in shared memory, and what sm_90a adds: copies of tiles by the copy engine, products of
 // whole warpgroups (wgmma), and registers moved between warpgroups.
 
 // A copy engine's view of an array, made by cuTensorMapEncodeTiled on the host.
@@ -176,7 +176,9 @@ struct Barrier {
                  : "memory");
   }
   __device__ __forceinline__ void arrive() {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+    asm volatile(
+        "{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];\n}" ::"r"(shared_address(this))
+        : "memory");
   }
   // One arrival, and as many bytes of copies to come before the phase ends.
   __device__ __forceinline__ void arrive_and_expect(int bytes) {
@@ -189,7 +191,11 @@ struct Barrier {
     do {
       asm volatile(
           "{\n.reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
           "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+          "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
           "selp.u32 %0, 1, 0, p;\n}"
           : "=r"(done)
           : "r"(shared_address(this)), "r"(parity)
@@ -248,10 +254,12 @@ __device__ __forceinline__ void wait_stores() {
 // had at launch, kBefore each.
 template <int kBefore, int kAfter>
 __device__ __forceinline__ void set_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (kAfter > kBefore)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAfter));
   else if constexpr (kAfter < kBefore)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kAfter));
+#endif
 }
 
 // Four 8 x 8 tiles of 16-bit numbers; lane l gives the address of row l % 8 of tile l / 8.

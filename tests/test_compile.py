@@ -26,6 +26,7 @@ from cupy_gdelta.gpu import (  # noqa: E402
     step_tile,
 )
 
+ENGINES = ("sm_90a", "sm_100")  # where kernels have the copy engine work
 PLANTED = (Path(nvrtc.__file__).parent / "spills.cu").read_text()
 
 # What plan.choose may be given: shapes (K, V), tokens, recurrences, multiprocessors, alignments.
@@ -80,7 +81,12 @@ def instantiations(
         elif chosen.kernel == "linear":
             expressions = [linear.expression(K, V, chosen.tile, output) for output in (True, False)]
         elif chosen.kernel == "linear32":
-            expressions = [linear32.expression(chosen.tile, output) for output in (True, False)]
+            tiles = {chosen.tile}
+            if arch in ENGINES:
+                tiles.add(chosen.tile.by_copy_engine())
+            expressions = [
+                linear32.expression(tile, output) for tile in tiles for output in (True, False)
+            ]
         else:
             expressions = [
                 recurrent.expression(rule, dtype, chosen.sums, unit, K, V, chosen.tile)

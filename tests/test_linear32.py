@@ -6,6 +6,7 @@ The GPU tests named test_case_* are small enough for compute-sanitizer.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from compare import assert_close, check, host
 from conftest import Family
 from host import simt
 
-from cupy_gdelta import accuracy, reference
+from cupy_gdelta import accuracy, arrays, reference
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
@@ -22,7 +23,6 @@ from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, 
 from cupy_gdelta.gpu import chunks32, linear32, loader, plan
 
 SOURCE = loader.folder() / "linear32.cu"
-EVERY_PRODUCTS = ("kThree", "kMixed", "kOne")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Case:
     B: int = 1
     H: int = 2
     Hq: int = 2
-    wide: int = 4
+    wide: int = chunks32.VECTORS
+    engine: bool = True
     pieces: int = 1
     products: str = "kThree"
     gate: str = "zeros among"
@@ -51,9 +52,11 @@ class Case:
     @property
     def tile(self) -> chunks32.Tile32:
         sizes = (1000, 1000, self.K, self.V, 132, self.wide > 1)
-        tile = chunks32.best_tile(*sizes, "highest", plan.SHARED_LIMIT, self.dtype)
+        precision = "tf32" if self.products == "kOne" else "highest"
+        how = (precision, plan.SHARED_LIMIT, self.dtype, self.engine and self.wide > 1)
+        tile = chunks32.best_tile(*sizes, *how)
         assert tile is not None
-        assert tile.wide == self.wide
+        assert tile.wide == (chunks32.BOXES if self.engine and self.wide > 1 else self.wide)
         chunk_count = (self.T + 31) // 32
         size = -(-chunk_count // self.pieces) * 32
         tile = replace(tile, products=self.products, **self.tile_options)
@@ -81,7 +84,10 @@ class Case:
         verify(replace(self, dtype=dtype), x, y, state, what)
 
 
-TWO_STEPS = {"steps": 2, "stages": 5, "decay_warps": 2}
+SHALLOW = {"turns": 2, "stages": 3, "slots": 2}
+BOXES = Case(16, 16, T=400, H=1, Hq=1, tile_options=SHALLOW)
+VECTORS = replace(BOXES, engine=False)
+PACKED = replace(BOXES, options={"cu_seqlens": [0, 100, 390]})
 ONE_BLOCK = {"out_rows": 16}
 CASES = [
     Case(64, 64),
@@ -90,28 +96,26 @@ CASES = [
     Case(64, 64, T=100, gate="0.9995", products="kOne", log=True),
     Case(64, 64, T=0),
     Case(24, 40, T=1, gate="one"),
-    Case(64, 64, T=64, gate="zero", products="kMixed"),
+    Case(64, 64, T=64, gate="zero"),
     Case(64, 32, T=129, gate="negative", tile_options=ONE_BLOCK | {"out_cols": 16}),
     Case(128, 128, T=129, gate="negative", Hq=1),
     Case(16, 16, T=63, gate="0.2", B=3),
-    Case(40, 17, wide=1, gate="1e-37", tile_options={"steps": 1, "stages": 3, "decay_warps": 1}),
+    Case(40, 17, wide=1, gate="1e-37", tile_options={"turns": 1, "stages": 3}),
     Case(1, 3, T=65, wide=1, pieces=2, gate="0.9995", log=True),
-    Case(33, 70, T=300, wide=1, pieces=3, gate="random", products="kMixed"),
+    Case(33, 70, T=300, wide=1, pieces=3, gate="random"),
     Case(64, 64, T=300, pieces=2, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),
     Case(96, 256, T=100, Hq=1, gate="negative", tile_options=ONE_BLOCK),
-    Case(
-        24,
-        24,
-        T=200,
-        H=1,
-        Hq=1,
-        tile_options=ONE_BLOCK | {"steps": 2, "stages": 5, "decay_warps": 2},
-    ),
+    Case(24, 24, T=200, H=1, Hq=1, tile_options=ONE_BLOCK | {"turns": 2, "stages": 5}),
+    BOXES,
+    VECTORS,
+    PACKED,
 ]
-HALF = {"dtype": "float16", "products": "kOne", "wide": 8}
+HALF = {"dtype": "float16", "products": "kOne"}
 EXACT = HALF | {"products": "kMixed"}
 CASES += [
     Case(64, 64, **HALF),
+    Case(64, 64, engine=False, **HALF),
+    Case(128, 72, T=70, engine=False, **EXACT),
     Case(64, 64, T=100, gate="0.9995", log=True, **EXACT),
     Case(24, 24, T=300, gate="random", Hq=1, **EXACT),
     Case(24, 24, T=0, **HALF),
@@ -126,7 +130,17 @@ CASES += [
     Case(24, 24, T=100, H=3, Hq=3, gate="random", narrow_gates=True, **EXACT),
     Case(64, 64, T=100, H=1, Hq=1, log=True, narrow_gates=True, **HALF),
     Case(64, 32, T=129, gate="zero", tile_options=ONE_BLOCK | {"out_cols": 16}, **HALF),
+    Case(128, 64, tile_options=ONE_BLOCK | {"cols": 32}, **HALF),
 ]
+
+
+def host_map(x: arrays.View) -> np.void:
+    """What tests/host/hopper.h takes for a tensor map."""
+    words = np.zeros(16, np.int64)
+    B, T, heads, columns = x.shape
+    words[:5] = [x.array.ctypes.data, columns, heads, T, B]
+    words[5:10] = [*(x.strides[axis] for axis in (1, 2, 0)), chunks32.CHUNK, x.array.itemsize]
+    return words.view(np.dtype((np.void, 128)))[0]
 
 
 def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.ndarray, np.ndarray]:
@@ -136,14 +150,18 @@ def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> tuple[np.n
     total, decays = linear32.workspace(tile, size, p.N * p.H)
     space = np.full(total // 8, np.nan)
     at = space.ctypes.data
-    args = [call, linear32.pieces(tile, at, at + decays)[0]]
+    args = [
+        call,
+        linear32.pieces(tile, at, at + decays)[0],
+        *(host_map(x) for x in (p.q, p.k, p.v)),
+    ]
     how |= {"reads": reads, "writes": writes | {"space": space}}
     items = p.N * p.H * tile.col_blocks
     *states, output = case.expressions
     if states:
         blocks = items * (tile.pieces - 1)
         kernels.launch(states[0], blocks, tile.state_threads, tile.state_bytes, args, **how)
-        kernels.launch(states[1], 2, 256, 0, [*args, np.int64(p.K), np.int64(p.V)], **how)
+        kernels.launch(states[1], 2, 256, 0, [*args[:2], np.int64(p.K), np.int64(p.V)], **how)
     kernels.launch(output, items * tile.pieces, tile.threads, tile.shared_bytes, args, **how)
     return y, state
 
@@ -172,6 +190,73 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     x = case.inputs(rng, Family("numpy"))
     y, state = run_on_host(kernels, case, x, check=True)
     case.verify(x, y, state, "checked")
+
+
+FILES = ("linear32_shape.cuh", "linear32.cu", "linear32_feed.cuh")
+PLANTS = [  # case, text, what stands there instead, and in which of its places in FILES
+    (BOXES, "shared.state_made[state.slot].wait(state.parity);", "", 0),
+    (BOXES, "shared.state_free[state.slot].wait(state.parity ^ 1);", "", 0),
+    (BOXES, "shared.made[stage.slot].wait(stage.parity);", "", 0),
+    (BOXES, "shared.made[stage.slot].wait(stage.parity);", "", 1),
+    (BOXES, "shared.loaded[stage.slot].wait(stage.parity);", "", 0),
+    (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 0),
+    (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 1),
+    (VECTORS, "shared.free[slot].wait(stage.parity ^ 1);", "", 0),
+    (BOXES, "cp_async_wait<2>();", "", 0),
+    (VECTORS, "cp_async_wait<kPending>();", "", 0),
+    (BOXES, "__syncwarp();", "", 0),
+    (BOXES, "__syncthreads();", "", 0),
+    (BOXES, "shared.free[i].init(S::kStateWarps + kParts);", "shared.free[i].init(kParts);", 0),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant[1]}{plant[3]}")
+def test_a_planted_fault_is_caught(plant, tmp_path, rng):
+    """Every barrier and every wait of the kernel, left out one by one."""
+    case, text, instead, which = plant
+    for path in loader.folder().glob("*.cu*"):
+        shutil.copy(path, tmp_path)
+    for name in FILES:
+        parts = (tmp_path / name).read_text().split(text)
+        if which + 1 < len(parts):
+            break
+        which -= len(parts) - 1
+    else:
+        pytest.fail(f"{text} is nowhere")
+    left, right = text.join(parts[: which + 1]), text.join(parts[which + 1 :])
+    (tmp_path / name).write_text(left + instead + right)
+    broken = simt.Kernels(tmp_path / SOURCE.name, case.expressions)
+    x = case.inputs(rng, Family("numpy"))
+
+    def run() -> None:
+        case.verify(x, *run_on_host(broken, case, x, check=True), "planted")
+
+    with pytest.raises((simt.Fault, AssertionError)):  # a race, or a result that is wrong
+        run()
+
+
+def test_every_barrier_has_its_plant():
+    text = "".join((loader.folder() / name).read_text() for name in FILES)
+    for name in (".wait(", "cp_async_wait", "__syncwarp(", "__syncthreads("):
+        assert text.count(name) == sum(name in plant[1] for plant in PLANTS), name
+
+
+@needs_compiler
+def test_a_nan_stays_in_its_sequence(rng):
+    """Rows of the next sequence are copied along with the last ones of a sequence."""
+    case = replace(PACKED, T=300, options={"cu_seqlens": [0, 40, 200, 290]})
+    kernels = simt.Kernels(SOURCE, case.expressions)
+    x = case.inputs(rng, Family("numpy"))
+    y, state = run_on_host(kernels, case, x)
+    for name in "qkv":
+        x[name][:, 40:200] = np.nan
+        x[name][:, 290:] = np.nan
+    poisoned, states = run_on_host(kernels, case, x)
+    assert np.isnan(poisoned[:, 40:200]).all()
+    for own in (slice(0, 40), slice(200, 300)):
+        assert (poisoned[:, own] == y[:, own]).all()
+    assert (states[[0, 2]] == state[[0, 2]]).all()
 
 
 def beyond_float16(family: Family, rng: np.random.Generator) -> tuple[Case, dict]:
@@ -254,17 +339,81 @@ def test_nan_shows_on_a_gpu(case, number, rng):
     assert_shows(*launch_on_gpu(case, poisoned(case, Family("cupy"), rng, number)))
 
 
+WILD = {  # gates at the start of all ones, and the values' first tokens that are 0
+    "overflow before anything is stored": ([1e20, 1e20], 4),
+    "and forgotten": ([1e20, 1e20, 0], 4),
+    "three and forgotten": ([1e13, 1e13, 1e13, 0], 4),
+    "down and up": ([1e-30, 1e-30, 1e30, 1e30], 5),
+    "later": ([1] * 70 + [-1e25, 1e25, 0], 80),
+    "across blocks": ([1] * 10 + [1e9] * 20 + [0], 40),
+    "across chunks": ([1] * 30 + [1e9] * 40, 75),
+}
+
+
+def wild(family: Family, name: str) -> tuple[dict, np.ndarray]:
+    """One head of ones, and what the recurrence gives: nothing is stored before values begin."""
+    gates, zeros = WILD[name]
+    T = 100
+    x = {n: np.ones((1, T, 1, 16)) / 4 for n in "qk"} | {"v": np.ones((1, T, 1, 16))}
+    x["v"][:, :zeros] = 0
+    x["gate"] = np.ones((1, T, 1))
+    x["gate"][0, : len(gates), 0] = gates
+    x |= {"beta": np.ones((1, T, 1)), "initial_state": np.zeros((1, 1, 16, 16))}
+    y = np.maximum(np.arange(1, T + 1) - zeros, 0.0)
+    return family.arrays(x, "float32"), np.broadcast_to(y[None, :, None, None], (1, T, 1, 16))
+
+
+WILD_CASE = Case(16, 16, T=100, H=1, Hq=1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("name", WILD)
+def test_products_of_gates_that_overflow(name, pieces):
+    """A state of 0 stays 0 under any finite gate, as it does token by token."""
+    case = replace(WILD_CASE, pieces=pieces)
+    x, expected = wild(Family("numpy"), name)
+    y, _ = run_on_host(simt.Kernels(SOURCE, case.expressions), case, x)
+    assert_close(y, expected, accuracy.TOLERANCE["linear", "float32"], name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("name", WILD)
+def test_products_of_gates_that_overflow_on_a_gpu(name, pieces):
+    x, expected = wild(Family("cupy"), name)
+    y, _ = launch_on_gpu(replace(WILD_CASE, pieces=pieces), x)
+    assert_close(y, expected, accuracy.TOLERANCE["linear", "float32"], name)
+
+
 @pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024, 227 * 1024])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_tiles_fit_into_shared_memory(dtype, limit):
     for K in (1, 16, 24, 64, 100, 128):
         for V in (1, 24, 64, 200, 256):
             for aligned in (True, False):
-                sizes = (1000, 64, K, V, 132, aligned)
-                tile = chunks32.best_tile(*sizes, "highest", limit, dtype)
-                assert tile is None or tile.shared_bytes <= limit
-                assert tile is None or tile.threads <= 1024
-                assert tile is not None or limit < 163 * 1024
+                for precision, copied in (("highest", False), ("tf32", True)):
+                    sizes = (1000, 64, K, V, 132, aligned)
+                    tile = chunks32.best_tile(*sizes, precision, limit, dtype, copied)
+                    assert tile is None or tile.shared_bytes <= limit
+                    assert tile is None or tile.threads <= 1024
+                    assert tile is not None or limit < 163 * 1024
+
+
+def test_tiles_by_heads_and_by_what_copies():
+    def chosen(dtype, heads, D, copied, precision="highest"):
+        sizes = (4096, heads, D, D, 132)
+        return chunks32.best_tile(*sizes, True, precision, plan.SHARED_LIMIT, dtype, copied)
+
+    few, many = (chosen("float16", heads, 128, True) for heads in (32, 256))
+    assert (few.cols, few.pieces, many.cols, many.pieces) == (32, 1, 64, 1)
+    assert chosen("float16", 256, 128, False).cols == 32
+    turns = [chosen("float32", 128, 64, copied, "tf32").turns for copied in (True, False)]
+    assert turns == [4, 2]
+    assert chosen("float32", 128, 64, True).by_copy_engine() == chosen("float32", 128, 64, True)
+    given = chosen("float32", 128, 64, False).by_copy_engine()
+    assert given == chosen("float32", 128, 64, True)
+    assert chosen("float32", 128, 33, True).wide == chunks32.SINGLE
 
 
 @needs_compiler
@@ -282,7 +431,7 @@ def test_a_tile_knows_the_kernel_s_sizes(tmp_path):
             shape = linear32.expression(tile, output).replace("linear32<", "Shape<")
             at = len(expected)
             text += f"  out[{at}] = {shape}::kThreads;\n"
-            text += f"  out[{at + 1}] = Shared<{shape}>::kBytes;\n"
+            text += f"  out[{at + 1}] = sizeof(Shared<{shape}>);\n"
             expected += [threads, size]
     source.write_text(text + "}\n")
     out = np.zeros(len(expected), np.int32)
@@ -300,7 +449,7 @@ def test_float16_goes_in_chunks():
         plan.choose("linear", "float16", 1000, 8, K, 40, 132, aligned).tile.wide
         for K, aligned in ((40, 16), (40, 8), (36, 16))
     ]
-    assert wide == [8, 1, 1]
+    assert wide == [chunks32.VECTORS, chunks32.SINGLE, chunks32.SINGLE]
 
 
 @pytest.mark.gpu

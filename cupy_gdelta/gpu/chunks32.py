@@ -13,8 +13,10 @@ MAX_T = 2**30  # tokens are counted in 32 bits
 SHORTEST, SHORTEST_SMALL, SMALL = 128, 256, 2048  # tokens; for states of fewer numbers than SMALL
 PIECE_CHUNKS = 16  # a piece has at least so many chunks, to be worth its state
 DECAY_BYTES = 4 * (2 * 32 + 2 * 16 + 2 * 16 * 20 + 4)  # sizeof(Decay)
-ITEM_BYTES = 7 * 8 + 6 * 4  # sizeof(Item)
+ITEM_BYTES = 8 * 8 + 6 * 4  # sizeof(Item)
 PRODUCTS = {"highest": "kThree", "tf32": "kOne"}  # of float32
+BOX_BYTES = 128  # of a row of a box
+SINGLE, VECTORS, BOXES = 1, 16, 128  # copied at once: one number, or so many bytes
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Tile32:
     K: int
     V: int
     cols: int
-    steps: int
+    turns: int
     stages: int
+    slots: int
     out_rows: int
     out_cols: int
     state_rows: int
@@ -43,12 +46,22 @@ class Tile32:
         return "whole sequences" if self.pieces == 1 else f"sequences in {self.pieces} pieces"
 
     @property
+    def boxes(self) -> bool:
+        return self.wide == BOXES
+
+    def by_copy_engine(self) -> Tile32:
+        """The same where the engine can copy rows: if they are of whole vectors."""
+        if self.wide != VECTORS:
+            return self
+        return replace(self, wide=BOXES, copy_warps=1, decay_warps=3)
+
+    @property
     def col_blocks(self) -> int:
         return -(-self.V // self.cols)
 
     @property
     def out_warps(self) -> int:
-        return self.steps * (CHUNK // self.out_rows) * -(-self._real_cols // self.out_cols)
+        return self.turns * (CHUNK // self.out_rows) * -(-self._real_cols // self.out_cols)
 
     @property
     def state_warps(self) -> int:
@@ -65,12 +78,12 @@ class Tile32:
 
     @property
     def shared_bytes(self) -> int:
-        state = self._state_parts * self.state_cols * self._key_row
-        return self._bytes(2) + 4 * 2 * self.steps * state
+        state = self._state_parts * self.state_cols * -(-self.K // 32) * 32
+        return self._bytes(2 * self._key_boxes, self.slots * state)
 
     @property
     def state_bytes(self) -> int:
-        return self._bytes(1)
+        return self._bytes(self._key_boxes, 1)
 
     @property
     def _real_cols(self) -> int:
@@ -81,13 +94,20 @@ class Tile32:
         return -(-self._real_cols // self.state_cols)
 
     @property
-    def _key_row(self) -> int:
-        return -(-self.K // 32) * 32
+    def _key_boxes(self) -> int:
+        return self._boxes(self.K)
 
-    def _bytes(self, key_rows: int) -> int:
-        stage = CHUNK * (key_rows * self._key_row + -(-self.cols // 32) * 32)
-        gates = 3 * self.steps * 2 * CHUNK
-        return self.stages * (ITEMSIZE[self.dtype] * stage + DECAY_BYTES) + 4 * gates + ITEM_BYTES
+    def _boxes(self, cols: int) -> int:
+        return -(-cols * ITEMSIZE[self.dtype] // BOX_BYTES)
+
+    def _bytes(self, key_boxes: int, states: int) -> int:
+        """sizeof(Shared), of so many boxes of q and k and so many numbers of states."""
+        stage = CHUNK * BOX_BYTES * (key_boxes + self._boxes(self.cols))
+        numbers = -(-(self.stages * stage + 4 * states) // 16) * 16  # Decay is aligned
+        gates = 4 * 3 * self.decay_warps * 2 * CHUNK
+        barriers = 8 * (3 * self.stages + 2 * self.slots)
+        size = numbers + self.stages * DECAY_BYTES + gates + ITEM_BYTES + barriers
+        return -(-size // 16) * 16
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,19 +121,25 @@ def best_tile(
     precision: str,
     shared_limit: int,
     dtype: str = "float32",
+    copied: bool = False,
 ) -> Tile32 | None:
     """The deepest tile that fits; None where none does, or tokens are too few for it.
 
     Heads that are too few to fill the chip are cut along T, into pieces that fill one wave.
+    ``copied``: the device is Hopper, and its copy engine can read these arrays.
     """
     if K > MAX_K or T > MAX_T or (SHORTEST if K * V >= SMALL else SHORTEST_SMALL) > T:
         return None
     vector = 16 // ITEMSIZE[dtype]
-    wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
+    wide = VECTORS if aligned and K % vector == 0 and V % vector == 0 else SINGLE
+    if copied and wide == VECTORS:
+        wide = BOXES
     products = half_products(K, V) if dtype == "float16" else PRODUCTS[precision]
+    chunks = -(-T // CHUNK)
     for tile in shapes(K, V, products, wide, dtype):
-        if tile.shared_bytes <= shared_limit:
-            chunks, blocks = -(-T // CHUNK), items * tile.col_blocks
+        blocks = items * tile.col_blocks
+        too_few = K > 64 and tile.cols == 64 and blocks < multiprocessors
+        if tile.shared_bytes <= shared_limit and not too_few:
             pieces = max(1, min(multiprocessors // max(blocks, 1), chunks // PIECE_CHUNKS))
             return replace(tile, pieces=pieces, piece_size=-(-chunks // pieces) * CHUNK)
     return None
@@ -129,18 +155,32 @@ def _small(K: int, V: int) -> bool:
 
 
 def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> list[Tile32]:
-    """Tiles for a head, the better ones first: many chunks a barrier, then copies far ahead."""
-    small = _small(K, V)
-    cols = 64 if K <= 64 and V > 32 else 32
+    """Tiles for a head, the better ones first: many chunks at a time, then copies far ahead."""
     width = min(32, -(-V // 8) * 8)  # of what one warp puts out, and keeps
-    state = (-(-K // 8) * 8, 16) if small else (32, 32)
+    helpers = (1, 3) if wide == BOXES else (2, 2)
+    half, tall = dtype == "float16", K > 64
     found = []
-    for steps in (4, 2, 1) if small else (2, 1) if K <= 64 else (1,):
-        # warps that copy, and that make decays: each those of some chunks; copies of single numbers
-        # take more registers, which fewer threads have
-        helpers = (2, steps if wide > 1 or small else 1)
-        out = (32, width) if steps > 1 else (16, width if K <= 64 else min(16, width))
-        for stages in range(3 * steps + 1, 3 * steps - 2, -1):
-            sizes = (K, V, cols, steps, stages)
+
+    def add(cols, turns, slots, deepest, out, state=(32, 32)):
+        for stages in range(deepest, turns, -1):
+            sizes = (K, V, cols, turns, stages, slots)
             found.append(Tile32(*sizes, *out, *state, *helpers, products, wide, dtype=dtype))
+
+    if _small(K, V):
+        for turns, slots in (4, 8), (2, 4), (2, 2):
+            add(32, turns, slots, 10, (32, width), (16, 16))
+        return found
+    cols = 32 if tall or V <= 32 else 64
+    if wide == BOXES and products == "kOne" and V > 32:
+        # four warps for each of two or three parts: registers move to those that want them
+        if half and K > 96:
+            add(64, 2, 2, 4, (32, 32))
+        elif not half and 32 < K <= 64:
+            add(64, 4, 4, 5, (32, 32))
+    if half and not tall:
+        add(cols, 2, 4, 8, (32, width))
+    for slots in 3, 2:
+        add(cols, 2, slots, 6, (16 if tall and half else 32, width))
+    for slots in 2, 1:
+        add(cols, 1, slots, 6, (16, width if half or not tall else min(16, width)))
     return found

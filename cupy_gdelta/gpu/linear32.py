@@ -6,13 +6,14 @@ import functools
 import struct
 from typing import Any
 
+import cupy
 import numpy as np
 
 from .. import arrays
 from ..arrays import View
 from ..problem import Problem
-from . import call, loader
-from .chunks32 import Tile32
+from . import call, loader, tensormap
+from .chunks32 import CHUNK, Tile32
 from .plan import Plan
 
 PIECES = struct.Struct("=2Q q 2i")  # PieceArgs of cuda/linear32.cu
@@ -23,16 +24,34 @@ ELEMENTS = {"float32": "float", "float16": "half_t"}
 @functools.lru_cache(maxsize=4096)
 def expression(tile: Tile32, output: bool) -> str:
     """The template instantiation for a tile, as NVRTC is asked for it."""
-    sizes = (tile.K, tile.V, tile.cols, tile.steps, tile.stages, tile.out_rows, tile.out_cols)
-    split = (tile.state_rows, tile.state_cols, tile.copy_warps, tile.decay_warps)
+    sizes = (tile.K, tile.V, tile.cols, tile.turns, tile.stages, tile.slots)
+    split = (tile.out_rows, tile.out_cols, tile.state_rows, tile.state_cols)
+    helpers = (tile.copy_warps, tile.decay_warps)
     kind = (tile.products, tile.wide, str(output).lower())
-    return f"linear32<{', '.join(map(str, (ELEMENTS[tile.dtype], *sizes, *split, *kind)))}>"
+    return (
+        f"linear32<{', '.join(map(str, (ELEMENTS[tile.dtype], *sizes, *split, *helpers, *kind)))}>"
+    )
 
 
 def pieces(tile: Tile32, states: int, decays: int) -> np.ndarray:
     """The kernels' second argument, laid out as PieceArgs."""
     packed = PIECES.pack(states, decays, tile.piece_size, tile.pieces, 0)
     return np.frombuffer(packed, np.dtype((np.void, PIECES.size)))
+
+
+NO_MAP = np.frombuffer(bytes(tensormap.BYTES), np.dtype((np.void, tensormap.BYTES)))
+
+
+def maps(p: Problem, tile: Tile32) -> tuple[np.ndarray, ...]:
+    """The kernel's other arguments: how the copy engine finds q, k and v, where it copies them."""
+    if not tile.boxes:
+        return (NO_MAP,) * 3
+    return tuple(tensormap.make(x, CHUNK) for x in (p.q, p.k, p.v))
+
+
+@functools.cache
+def _has_copy_engine(device: int) -> bool:
+    return int(cupy.cuda.Device(device).compute_capability) in (90, 100, 103)
 
 
 def workspace(tile: Tile32, size: int, heads: int) -> tuple[int, int]:
@@ -50,9 +69,11 @@ def launch(
     """
     tile, device, space = plan.tile, p.v.device, None
     assert isinstance(tile, Tile32)
+    if _has_copy_engine(device) and all(tensormap.fits(x) for x in (p.q, p.k, p.v)):
+        tile = tile.by_copy_engine()
     args = call.arguments(p, y, state, offsets)
     items = p.N * p.H * tile.col_blocks
-    cut = pieces(tile, 0, 0)
+    cut, tensors = pieces(tile, 0, 0), maps(p, tile)
     if tile.pieces > 1:
         size = p.N * p.H * p.K * p.V
         total, decays = workspace(tile, size, p.N * p.H)
@@ -60,11 +81,11 @@ def launch(
         cut = pieces(tile, space.ptr, space.ptr + decays)
         name = expression(tile, False)
         blocks = items * (tile.pieces - 1)
-        _run(name, blocks, tile.state_threads, tile.state_bytes, (args, cut), device)
+        _run(name, blocks, tile.state_threads, tile.state_bytes, (args, cut, *tensors), device)
         sizes = (np.int64(p.K), np.int64(p.V))
         _run("scan_pieces", -(-size // SCAN_THREADS), SCAN_THREADS, 0, (args, cut, *sizes), device)
     name = expression(tile, True)
-    _run(name, items * tile.pieces, tile.threads, tile.shared_bytes, (args, cut), device)
+    _run(name, items * tile.pieces, tile.threads, tile.shared_bytes, (args, cut, *tensors), device)
     return space
 
 

@@ -100,7 +100,8 @@ def choose(
             return Plan("linear", "float32", tile, f"chunks on tensor cores, {tile.reason}")
     if rule == "linear" and dtype in ("float32", "float16"):
         sizes = (T, items, K, V, multiprocessors)
-        split = chunks32.best_tile(*sizes, aligned == 16, precision, shared_limit, dtype)
+        how = (aligned == 16, precision, shared_limit, dtype, copied)
+        split = chunks32.best_tile(*sizes, *how)
         if split is not None:
             return Plan("linear32", "float32", split, f"chunks on tensor cores, {split.reason}")
     made_in, why = sums(dtype, T, log_gate)

@@ -256,16 +256,30 @@ void leave(int barrier, unsigned first, unsigned lanes) {
 }
 void reset(int barrier) { std::fill(s.barriers[barrier].begin(), s.barriers[barrier].end(), 0); }
 
-static void atomic(const void* p, size_t bytes, uintptr_t pc) {
+static Published& published_at(const void* p) {
   Published& x = s.atomics[uintptr_t(p)];
+  if (x.block != s.block) x.block = s.block, x.clocks.assign(s.threads, 0);
+  return x;
+}
+static void atomic(const void* p, size_t bytes, uintptr_t pc) {
+  Published& x = published_at(p);
   Clock* mine = clocks_of(current->thread);
   s.known_blocks.insert(x.blocks.begin(), x.blocks.end());
-  if (x.block != s.block) x.block = s.block, x.clocks.assign(s.threads, 0);
   join(mine, x.clocks.data());
   write(p, bytes, pc);
   join(x.clocks.data(), mine);
   x.blocks.insert(s.known_blocks.begin(), s.known_blocks.end());
   x.blocks.insert(s.block);
+  advance(current->thread);
+}
+// A Barrier: arrivals publish what their threads did before, and those let through see it.
+static void barrier(const void* p, bool arrives) {
+  Published& x = published_at(p);
+  Clock* mine = clocks_of(current->thread);
+  if (arrives)
+    join(x.clocks.data(), mine);
+  else
+    join(mine, x.clocks.data());
   advance(current->thread);
 }
 }  // namespace simt::check
@@ -275,6 +289,9 @@ std::string describe(uintptr_t pc) {
   char text[32];
   snprintf(text, sizeof text, "{0x%zx}", size_t(pc - uintptr_t(__ehdr_start)));
   return text;
+}
+void barrier_access(const void* p, bool arrives) {
+  if (check::on) check::barrier(p, arrives);
 }
 void atomic_access(const void* p, size_t bytes) {
   if (check::on) check::atomic(p, bytes, uintptr_t(__builtin_return_address(0)));

@@ -1,7 +1,8 @@
 // Host twins of what cuda/ptx.cuh has for sm_90a: barriers in shared memory, the copy engine and
 // warpgroup products. What is asynchronous on a GPU comes as late as it may: a copied tile holds
 // NaN until somebody waits for it, and a product's result is NaN until its group has been waited
-// for, its factors in shared memory being read no sooner.
+// for, its factors in shared memory being read no sooner. Where every access is followed, copies
+// come at once, by the thread that has them made; products are not followed.
 #pragma once
 #pragma push_macro("__noinline__")  // the standard library has a use of its own for it
 #undef __noinline__
@@ -15,7 +16,9 @@
 inline unsigned shared_address(const void* p) { return (unsigned)(unsigned long long)p; }
 
 struct TensorMap {
-  unsigned long long words[16];  // address, columns, heads, T, B, strides of tokens, heads and B
+  // address, columns, heads, T, B, strides of tokens, heads and B; rows of a tile and bytes of a
+  // number, where they are not 64 and 2
+  unsigned long long words[16];
 };
 
 struct Barrier;
@@ -55,26 +58,35 @@ constexpr unsigned short kNaN = 0x7fff;
 
 }  // namespace hopper
 
+#define SIMT_UNSEEN __attribute__((noinline, no_sanitize("thread")))
+
+// Who arrives publishes what it did before, and who is let through sees it.
 struct Barrier {
   unsigned long long word;
 
   void init(int arrivals) { put({0, arrivals, arrivals, 0}); }
   void arrive() { arrive_and_expect(0); }
   void arrive_and_expect(int bytes) {
+    simt::barrier_access(this, true);
     State s = get();
     if (s.pending <= 0) simt::trap({"too many arrivals at a barrier", __FILE__, __LINE__});
     put({s.phase, s.pending - 1, s.count, s.bytes + bytes});
   }
   void complete(int bytes) {
+    simt::barrier_access(this, true);
     State s = get();
     put({s.phase, s.pending, s.count, s.bytes - bytes});
   }
   void wait(unsigned parity) {
     while (get().phase == parity) {
+#ifndef __SANITIZE_THREAD__
       const auto found = hopper::copies().find(this);
       if (found != hopper::copies().end()) hopper::run(found->second);
-      if (get().phase == parity) simt::pause();
+      if (get().phase != parity) break;
+#endif
+      simt::pause();
     }
+    simt::barrier_access(this, false);
   }
 
  private:
@@ -82,10 +94,10 @@ struct Barrier {
     unsigned phase;
     int pending, count, bytes;
   };
-  State get() const {
+  SIMT_UNSEEN State get() const {
     return {unsigned(word & 1), int(word >> 1 & 0x7fff), int(word >> 16 & 0x7fff), int(word >> 32)};
   }
-  void put(State s) {
+  SIMT_UNSEEN void put(State s) {
     if (s.pending == 0 && s.bytes == 0) s.phase ^= 1, s.pending = s.count;
     word = s.phase | (unsigned long long)s.pending << 1 | (unsigned long long)s.count << 16 |
            (unsigned long long)(unsigned)s.bytes << 32;
@@ -109,36 +121,48 @@ inline int swizzled(int row, int vector) { return row * 64 + (vector ^ row % 8) 
 namespace hopper {
 
 // f(number in the tile, number in the array or null outside of it)
-template <class F>
-void each(void* tile, const TensorMap& map, int col, int h, int t, int b, F f) {
+template <class T, class F>
+void each_of(T* tile, const TensorMap& map, int col, int h, int t, int b, F f) {
   const auto w = [&](int i) { return (long long)map.words[i]; };
   if ((unsigned long long)tile % 1024)
     simt::trap({"a tile that does not begin at a multiple of 1024 bytes", __FILE__, __LINE__});
-  unsigned short* const array = (unsigned short*)w(0);
-  for (int r = 0; r < 64; r++)
-    for (int c = 0; c < 64; c++) {
+  constexpr int kVector = 16 / sizeof(T);
+  T* const array = (T*)w(0);
+  for (int r = 0; r < (w(8) ? w(8) : 64); r++)
+    for (int c = 0; c < 8 * kVector; c++) {
       const bool in = col + c < w(1) && h < w(2) && t + r < w(3) && b < w(4);
       const long long at = b * w(7) + (t + r) * w(5) + h * w(6) + col + c;
-      f(((unsigned short*)tile)[swizzled(r, c / 8) + c % 8], in ? array + at : nullptr);
+      f(tile[(r * 8 + (c / kVector ^ r % 8)) * kVector + c % kVector], in ? array + at : nullptr);
     }
+}
+template <class F>
+void each(void* tile, const TensorMap& map, int col, int h, int t, int b, F f) {
+  if (map.words[9] == 4)
+    each_of((unsigned*)tile, map, col, h, t, b, f);
+  else
+    each_of((unsigned short*)tile, map, col, h, t, b, f);
 }
 
 }  // namespace hopper
 
 inline void load_tile(void* to, const TensorMap& map, int col, int h, int t, int b,
                       Barrier& barrier) {
-  for (int i = 0; i < 64 * 64; i++) ((unsigned short*)to)[i] = hopper::kNaN;
-  hopper::copies()[&barrier].push_back([=, &map, &barrier] {
-    hopper::each(to, map, col, h, t, b,
-                 [](unsigned short& x, unsigned short* from) { x = from ? *from : 0; });
-    barrier.complete(2 * 64 * 64);
-  });
+  const int bytes = 128 * (map.words[8] ? int(map.words[8]) : 64);
+  const auto copy = [=, &map, &barrier] {
+    hopper::each(to, map, col, h, t, b, [](auto& x, const auto* from) { x = from ? *from : 0; });
+    barrier.complete(bytes);
+  };
+#ifdef __SANITIZE_THREAD__
+  copy();
+#else
+  for (int i = 0; i < bytes / 2; i++) ((unsigned short*)to)[i] = hopper::kNaN;
+  hopper::copies()[&barrier].push_back(copy);
+#endif
 }
 inline void store_tile(const TensorMap& map, const void* from, int col, int h, int t, int b) {
-  hopper::each(const_cast<void*>(from), map, col, h, t, b,
-               [](unsigned short& x, unsigned short* to) {
-                 if (to) *to = x;
-               });
+  hopper::each(const_cast<void*>(from), map, col, h, t, b, [](const auto& x, auto* to) {
+    if (to) *to = x;
+  });
 }
 inline void commit_stores() {}
 inline void wait_stores_read() {}

@@ -392,10 +392,10 @@ int launch(const Launch& l, void (*body)(void*), void* context) {
     f.tid = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
     f.thread = i, f.lane = i % 32, f.warp = i / 32;
   }
-  s.shared.resize(l.shared_bytes + 2 * kGuard + 128);
+  s.shared.resize(l.shared_bytes + 2 * kGuard + 1024);
   s.shared_bytes = l.shared_bytes;
   s.shared_begin =
-      reinterpret_cast<char*>((uintptr_t(s.shared.data()) + kGuard + 127) & ~uintptr_t(127));
+      reinterpret_cast<char*>((uintptr_t(s.shared.data()) + kGuard + 1023) & ~uintptr_t(1023));
   try {
     const Signals signals;
     check::begin_launch(l, threads, s.stacks, s.shared_begin);

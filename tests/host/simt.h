@@ -82,8 +82,9 @@ void copy_wait(int groups);
 void load_matrix(unsigned* r, int count, bool transposed, const void* row, Site site);
 enum class Mma { bf16, f16, tf32, f64 };
 void mma(Mma kind, void* d, const void* a, const void* b, Site site);
-void pause();                                     // lets other threads run
-void atomic_access(const void* p, size_t bytes);  // before an atomic operation
+void pause();                                      // lets other threads run
+void atomic_access(const void* p, size_t bytes);   // before an atomic operation
+void barrier_access(const void* p, bool arrives);  // before an arrival, after a wait
 [[noreturn]] void trap(Site site);
 }  // namespace simt
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(simt::dynamic_shared())

@@ -1,17 +1,24 @@
 // What one warp does with chunks of 32 tokens in shared memory under the linear rule, on tensor
-// cores: how it multiplies is in factors.cuh. In is the type of q, k, v and y.
+// cores: how it multiplies is in products32.cuh. In is the type of q, k, v and y.
 //
 // Tensor cores round sums toward zero, so no chain of them is longer than a chunk: states are added
 // up outside, with the roundings carried along.
 #pragma once
 #include "decay32.cuh"
-#include "factors.cuh"
+#include "boxes32.cuh"
+
+template <class In>
+constexpr int kTokenBox = kChunk * kBoxCols<In>;  // numbers of a box of a chunk's rows
+
+constexpr int kStatePairs = 1, kScorePairs = 1, kOutPairs = 1;
 
 // The transposed state of one warp: tiles of 16 columns of V by 8 rows of K, as mma leaves them.
-template <class In, int kProducts, int kKeyRow, int kValueRow, int kTilesDown, int kTilesAcross>
+template <class In, int kProducts, int kStateBox, int kTilesDown, int kTilesAcross>
 struct StateTiles {
   float x[kTilesDown][kTilesAcross][4];
   float carry[kTilesDown][kTilesAcross][4];  // what roundings took from x
+  // Of few tiles each is a sum of four: chains of products that wait for each other are short.
+  static constexpr int kSums = kTilesDown * kTilesAcross <= 4 ? 4 : 1;
 
   // f(value, row of K, column of V), both counted from those of the warp.
   template <class F>
@@ -46,7 +53,7 @@ struct StateTiles {
   // Rows of K side by side, one row of shared memory for each column of V, ready to be read as a
   // factor.
   __device__ __forceinline__ void publish(float* to, int row0, int col0, int lane) const {
-    const StateWriter<In, kKeyRow> rows(to, row0 / 8, col0, lane);
+    const StateWriter<In, kStateBox> rows(to, row0 / 8, col0, lane);
 #pragma unroll
     for (int m = 0; m < kTilesDown; m++)
 #pragma unroll
@@ -65,14 +72,15 @@ struct StateTiles {
   __device__ __forceinline__ void advance_by(const In* k, const In* v, int row0, int col0,
                                              const Decay& decay, int lane) {
     const float whole = decay.whole, rest = decay.whole_rest;
-    const Columns<In, kKeyRow> keys(k, row0 / 8, lane);
-    const Columns<In, kValueRow> values(v, col0 / 8, lane);
+    const Columns<In, kTokenBox<In>> keys(k, row0 / 8, lane);
+    const Columns<In, kTokenBox<In>> values(v, col0 / 8, lane);
 #pragma unroll
     for (int m = 0; m < kTilesDown; m++)
 #pragma unroll
       for (int n = 0; n < kTilesAcross; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) carry[m][n][i] = whole * carry[m][n][i] + rest * x[m][n][i];
+    float sums[2][2][kTilesDown][kTilesAcross][4] = {};
 #pragma unroll(kWild ? 1 : kChunk / kBlock)
     for (int block = 0; block < kChunk / kBlock; block++) {
       Four<kProducts> left[kTilesDown][2];
@@ -88,15 +96,16 @@ struct StateTiles {
         for (int half = 0; half < 2; half++) {
 #pragma unroll
           for (int i = 0; i < 4; i++) vt[half][i] = times<kWild>(vt[half][i], w[i]);
-          left[m][half].set(vt[half]);
+          left[m][half].set_left(vt[half]);
         }
       }
 #pragma unroll
-      for (int first = 0; first < kTilesAcross; first += kGroup) {
-        Given<In, kProducts> right[kGroup];
-        keys.load(right, first, block);
-        add_products(carry, left, right, first, [](int) { return true; });
-      }
+      add_products<Given<In, kProducts>, kStatePairs, kTilesAcross>(
+          left, keys, block,
+          [&](int pass, int m, int n) -> float (&)[4] {
+            return kSums == 1 ? carry[m][n] : sums[kWild ? 0 : block][pass % 2][m][n];
+          },
+          [](int, int) { return true; });
     }
 #pragma unroll
     for (int m = 0; m < kTilesDown; m++)
@@ -104,7 +113,13 @@ struct StateTiles {
       for (int n = 0; n < kTilesAcross; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const float before = x[m][n][i], added = carry[m][n][i];
+          const float before = x[m][n][i];
+          float added = carry[m][n][i];
+          if (kSums > 1) {
+            float sum = sums[0][0][m][n][i] + sums[0][1][m][n][i];
+            if (!kWild) sum += sums[1][0][m][n][i] + sums[1][1][m][n][i];
+            added += sum;
+          }
           const float after = fmaf(whole, before, added);
           carry[m][n][i] = fmaf(whole, before, -after) + added;
           x[m][n][i] = after;
@@ -114,28 +129,31 @@ struct StateTiles {
 
 // kTilesDown * 16 rows of a chunk's outputs, kTilesAcross tiles of 8 columns: all rows of the
 // chunk, or those of one block.
-template <class In, int kProducts, int kKeyTiles, int kKeyRow, int kValueRow, int kTilesDown,
-          int kTilesAcross>
+template <class In, int kProducts, int kKeyTiles, int kStateBox, int kTilesDown, int kTilesAcross>
 struct OutTiles {
   float y[kTilesDown][kTilesAcross][4];
 
+  // state_read is called once the state is no longer wanted.
+  template <class F>
   __device__ __forceinline__ void make(const In* q, const In* k, const In* v, const float* state,
-                                       int col0, const Decay& decay, int block, int lane) {
+                                       int col0, const Decay& decay, int block, int lane,
+                                       F state_read) {
     if (kTilesDown == 2 || block == 0)
-      make_from<0>(q, k, v, state, col0, decay, lane);
+      make_from<0>(q, k, v, state, col0, decay, lane, state_read);
     else
-      make_from<1>(q, k, v, state, col0, decay, lane);
+      make_from<1>(q, k, v, state, col0, decay, lane, state_read);
   }
 
  private:
-  template <int kFirst>
+  template <int kFirst, class F>
   __device__ __forceinline__ void make_from(const In* q, const In* k, const In* v,
                                             const float* state, int col0, const Decay& decay,
-                                            int lane) {
+                                            int lane, F state_read) {
     constexpr int kScoreTiles = 2 * (kFirst + kTilesDown);  // of 8 keys, at most
-    const Rows<In, kKeyRow> queries(q + kFirst * kBlock * kKeyRow, lane), keys(k, lane);
-    const StateReader<kKeyRow> states{Rows<float, kKeyRow>(state + col0 * kKeyRow, lane)};
+    const Rows<In, kTokenBox<In>> queries(q + kFirst * kBlock * kBoxCols<In>, lane), keys(k, lane);
+    const StateReader<kStateBox> states{Rows<float, kStateBox>(state + col0 * 32, lane)};
     float scores[kTilesDown][kScoreTiles][4] = {};
+    const auto add_to_y = [&](int, int m, int n) -> float (&)[4] { return y[m][n]; };
 #pragma unroll
     for (int m = 0; m < kTilesDown; m++)
 #pragma unroll
@@ -146,20 +164,14 @@ struct OutTiles {
     for (int tile = 0; tile < kKeyTiles; tile++) {
       Given<In, kProducts> left[kTilesDown][2];
 #pragma unroll
-      for (int m = 0; m < kTilesDown; m++) queries.load(left[m], 2 * m, tile);
-#pragma unroll
-      for (int first = 0; first < kScoreTiles; first += kGroup) {
-        Given<In, kProducts> right[kGroup];
-        keys.load(right, first, tile);
-        add_products(scores, left, right, first, [=](int m) { return first / 2 <= kFirst + m; });
-      }
-#pragma unroll
-      for (int first = 0; first < kTilesAcross; first += kGroup) {
-        Four<kProducts> right[kGroup];
-        states.load(right, first, tile);
-        add_products(y, left, right, first, [](int) { return true; });
-      }
+      for (int m = 0; m < kTilesDown; m++) queries.load_left(left[m], 2 * m, tile);
+      add_products<Given<In, kProducts>, kScorePairs, kScoreTiles>(
+          left, keys, tile, [&](int, int m, int n) -> float (&)[4] { return scores[m][n]; },
+          [](int m, int n) { return n / 2 <= kFirst + m; });
+      add_products<Four<kProducts>, kOutPairs, kTilesAcross>(left, states, tile, add_to_y,
+                                                             [](int, int) { return true; });
     }
+    state_read();
 #pragma unroll
     for (int m = 0; m < kTilesDown; m++)
 #pragma unroll
@@ -171,7 +183,7 @@ struct OutTiles {
       weigh_all<true, kFirst>(scores, decay, lane);
     else
       weigh_all<false, kFirst>(scores, decay, lane);
-    const Columns<In, kValueRow> values(v, col0 / 8, lane);
+    const Columns<In, kTokenBox<In>> values(v, col0 / 8, lane);
 #pragma unroll
     for (int block = 0; block < kFirst + kTilesDown; block++) {
       Four<kProducts> left[kTilesDown][2];
@@ -182,15 +194,11 @@ struct OutTiles {
         for (int half = 0; half < 2; half++) {
           const float (&p0)[4] = scores[m][2 * block], (&p1)[4] = scores[m][2 * block + 1];
           const float p[4] = {p0[2 * half], p0[2 * half + 1], p1[2 * half], p1[2 * half + 1]};
-          left[m][half].set(p);
+          left[m][half].set_left(p);
         }
       }
-#pragma unroll
-      for (int first = 0; first < kTilesAcross; first += kGroup) {
-        Given<In, kProducts> right[kGroup];
-        values.load(right, first, block);
-        add_products(y, left, right, first, [=](int m) { return block <= kFirst + m; });
-      }
+      add_products<Given<In, kProducts>, kOutPairs, kTilesAcross>(
+          left, values, block, add_to_y, [=](int m, int) { return block <= kFirst + m; });
     }
   }
 
@@ -208,13 +216,20 @@ struct OutTiles {
   template <bool kWild>
   static __device__ __forceinline__ void weigh(float (&a)[4], const Decay& decay, int block,
                                                int key_tile, int lane) {
+    const int col = key_tile % 2 * 8 + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = lane / 4 + i / 2 * 8, col = key_tile % 2 * 8 + lane % 4 * 2 + i % 2;
-      if (key_tile / 2 < block)
-        a[i] = times<kWild>(times<kWild>(a[i], decay.in_block[row]), decay.to_block_end[col]);
-      else  // above the diagonal a score may be anything, NaN too: it is not multiplied away
-        a[i] = col <= row ? times<kWild>(a[i], decay.diagonal[block][row][col]) : 0.f;
+    for (int half = 0; half < 2; half++) {
+      const int row = lane / 4 + half * 8;
+      float &left = a[2 * half], &right = a[2 * half + 1];
+      if (key_tile / 2 < block) {
+        const float2 to_end = *reinterpret_cast<const float2*>(&decay.to_block_end[col]);
+        left = times<kWild>(times<kWild>(left, decay.in_block[row]), to_end.x);
+        right = times<kWild>(times<kWild>(right, decay.in_block[row]), to_end.y);
+      } else {  // above the diagonal a score may be anything, NaN too: it is not multiplied away
+        const float2 all = *reinterpret_cast<const float2*>(&decay.diagonal[block][row][col]);
+        left = col <= row ? times<kWild>(left, all.x) : 0.f;
+        right = col < row ? times<kWild>(right, all.y) : 0.f;
+      }
     }
   }
 };
