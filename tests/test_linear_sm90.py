@@ -133,8 +133,8 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
         first = bits
 
 
-# Waits of one block. Left out: those of stores, which come at once here; those of pieces, their end,
-# which takes several blocks; the last wait for decays, which the state that is waited for implies.
+# Waits of one block. Left out: those of stores, which come at once here; that of pieces, which take
+# several blocks; the last one for decays, which the state that is waited for implies.
 WAIT = re.compile(r"(?:shared\.\w+\[[^;]*\]\.wait\(|wgmma_wait<\d>\()[^;]*;")
 FILES = ("feed_sm90.cuh", "state_sm90.cuh", "linear_sm90.cu")
 MADE = "decays_made[table.slot].wait"
