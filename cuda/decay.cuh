@@ -1,21 +1,14 @@
 // Decays inside a chunk of 64 tokens: products of neighbouring gates and nothing else. No logarithm
 // and no quotient is taken, so a gate of 0, a negative one or 1e-37 is as exact as any other.
 #pragma once
-#include "ptx.cuh"
+#include "bounded.cuh"
 
 constexpr int kChunk = 64;  // tokens
 constexpr int kBlock = 16;  // tokens of a block, the height of a tensor-core tile
 constexpr int kBlocks = kChunk / kBlock;
 constexpr int kDiagonalRow = 20;  // floats, so that eight rows fall into different banks
 
-// A product that overflows is kept at the largest number of bfloat16: a state or a value of 0 stays
-// 0 under it, as it does step by step, where infinity would make NaN of it. NaN stays NaN.
-constexpr float kLargest = 3.3895314e38f;
 constexpr float kWildProduct = 1.152921504606847e18f;  // 2^60
-
-__device__ __forceinline__ float bounded(float x) {
-  return x > kLargest ? kLargest : (x < -kLargest ? -kLargest : x);
-}
 
 template <bool kWild>
 __device__ __forceinline__ float times(float x, float y) {

@@ -3,21 +3,13 @@
 // the chunks of a long sequence. The decay of the whole chunk, which meets the state again and
 // again, is kept as the sum of two floats.
 #pragma once
-#include "ptx.cuh"
+#include "bounded.cuh"
 
 constexpr int kChunk = 32;        // tokens
 constexpr int kBlock = 16;        // tokens of a block, the height of a tensor-core tile
 constexpr int kDiagonalRow = 20;  // floats, so that rows fall into different banks
 
-// A product that overflows is kept at the largest number of bfloat16: a state or a value of 0 stays
-// 0 under it, as it does step by step, where infinity would make NaN of it. NaN stays NaN.
-constexpr float kLargest = 3.3895314e38f;
 constexpr float kWildProduct = 1.152921504606847e18f;  // 2^60
-
-template <class T>
-__device__ __forceinline__ T bounded(T x) {
-  return x > T(kLargest) ? T(kLargest) : (x < -T(kLargest) ? -T(kLargest) : x);
-}
 
 template <bool kWild, class T>
 __device__ __forceinline__ T times(T x, T y) {

@@ -22,6 +22,13 @@ inline void unpack_half(float (&y)[2], unsigned x) {
   y[0] = half_bits_to_float(static_cast<unsigned short>(x));
   y[1] = half_bits_to_float(static_cast<unsigned short>(x >> 16));
 }
+inline float clamp(float x, float largest) {
+  return x > largest ? largest : (x < -largest ? -largest : x);
+}
+inline unsigned pack_bounded(float low, float high) {
+  constexpr float kLargest = 3.3895314e38f;
+  return pack_bfloat16(clamp(low, kLargest), clamp(high, kLargest));
+}
 #else
 
 // Dynamic shared memory of a kernel, `name` of element type `type`, aligned for the copy engine.
@@ -82,6 +89,19 @@ __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
 __device__ __forceinline__ void unpack_bfloat16(unsigned x, float& low, float& high) {
   asm("prmt.b32 %0, %1, 0, 0x1044;" : "=f"(low) : "r"(x));
   asm("prmt.b32 %0, %1, 0, 0x3244;" : "=f"(high) : "r"(x));
+}
+// As pack_bfloat16, with the largest number for what overflows. NaN stays NaN.
+__device__ __forceinline__ unsigned pack_bounded(float low, float high) {
+  unsigned y;
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+// x, but no further from 0 than largest. NaN stays NaN.
+__device__ __forceinline__ float clamp(float x, float largest) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(largest));
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-largest));
+  return y;
 }
 
 // d += a b: a 16 x 16 by rows, b 16 x 8 by columns, d 16 x 8.

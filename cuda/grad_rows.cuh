@@ -1,0 +1,294 @@
+// What one warp does on the way back with a chunk in shared memory: gradients of 16 tokens as keys
+// and values, and of 16 tokens as queries, in the registers of mma. With i a query, j a key, G_ij
+// the product of the gates after j up to i, from_i that up to i and to_j that after j,
+//
+//   z_j = scale sum_i G_ij (dy_i . v_j) q_i + to_j E v_j
+//   dk_j = beta_j z_j                                        dbeta_j = k_j . z_j
+//   dv_j = beta_j (scale sum_i G_ij (q_i . k_j) dy_i + to_j E^T k_j)
+//   dq_i = scale (sum_j G_ij beta_j (dy_i . v_j) k_j + from_i S dy_i)
+//
+// where S is the state before the chunk and E the gradient of the state after it. Between blocks of
+// 16 tokens G_ij is from_i within i's block, times the gates of the blocks between, times to_j
+// within j's block (grad_gates.cuh).
+#pragma once
+#include "grad_gates.cuh"
+
+// kParts warps share a block of 16 tokens, each has a part of the columns. kApart: S and E lie side
+// by side in shared memory, not one after the other.
+template <class In, int K, int V, int kParts_, bool kApart_>
+struct GradShape {
+  using F = typename Factors<In>::Type;
+  using Number = typename F::Number;
+  using Scalars = GradScalars<kParts_>;
+  static constexpr int kParts = kParts_, kPadding = 16 * kParts;
+  static constexpr bool kApart = kApart_;
+  static constexpr int kRealKeys = K, kRealValues = V;
+  static constexpr int kKeys = (K + kPadding - 1) / kPadding * kPadding;
+  static constexpr int kValues = (V + kPadding - 1) / kPadding * kPadding;
+  static constexpr int kKeyRow = F::template kRow<kKeys>, kValueRow = F::template kRow<kValues>;
+  static constexpr int kKeyTiles = kKeys / 8 / kParts, kValueTiles = kValues / 8 / kParts;
+  static constexpr int kKeySize = kChunk * kKeyRow, kValueSize = kChunk * kValueRow;
+  static constexpr int kStateSize = kKeys * kValueRow;
+  static constexpr int kNumbers = 2 * (kKeySize + kValueSize) + (kApart ? 2 : 1) * kStateSize;
+  static constexpr int kThreads = 32 * kParts * kBlocks;
+  static constexpr int kSteps = F::kCount * kParts > 1 ? 1 : 4;  // of a sum, unrolled
+};
+
+template <class S>
+struct GradShared {
+  typename S::Number* rows;
+
+  __device__ __forceinline__ typename S::Number* q() const { return rows; }
+  __device__ __forceinline__ typename S::Number* k() const { return rows + S::kKeySize; }
+  __device__ __forceinline__ typename S::Number* v() const { return k() + S::kKeySize; }
+  __device__ __forceinline__ typename S::Number* dy() const { return v() + S::kValueSize; }
+  __device__ __forceinline__ typename S::Number* state() const { return dy() + S::kValueSize; }
+  __device__ __forceinline__ typename S::Number* dstate() const {
+    return state() + (S::kApart ? S::kStateSize : 0);
+  }
+  __device__ __forceinline__ typename S::Scalars& scalars() const {
+    return *reinterpret_cast<typename S::Scalars*>(rows + S::kNumbers);
+  }
+};
+
+// Sums over the lanes that share rows of a tile.
+__device__ __forceinline__ float sum_of_row(float x) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+__device__ __forceinline__ float sum_of_warp(float x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+template <int kTiles>
+__device__ __forceinline__ void scale_rows(float (&x)[kTiles][4], float low, float high) {
+#pragma unroll
+  for (int n = 0; n < kTiles; n++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[n][i] *= i < 2 ? low : high;
+}
+
+// Inner products of a warp's 16 rows with rows of m, for the rows lane / 4 and lane / 4 + 8.
+template <class F, int kLength, int kTiles>
+__device__ __forceinline__ float2 dot_rows(const float (&x)[kTiles][4], const typename F::Number* m,
+                                           int row0, int col0, int lane) {
+  float sum[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int n = 0; n < kTiles; n++) {
+      const float2 y =
+          F::template pair<kLength>(m, row0 + lane / 4 + 8 * i, col0 + n * 8 + lane % 4 * 2);
+      sum[i] += x[n][2 * i] * y.x + x[n][2 * i + 1] * y.y;
+    }
+    sum[i] = sum_of_row(sum[i]);
+  }
+  return {sum[0], sum[1]};
+}
+
+// Rows of a chunk into global memory.
+template <class Out, bool kWide, int kTiles>
+__device__ __forceinline__ void put_rows(Out* to, long long stride, const float (&x)[kTiles][4],
+                                         int row0, int rows, int col0, int cols, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = row0 + lane / 4 + 8 * i;
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2)
+      put_pair<Out, kWide>(to + row * stride, col0 + n * 8, cols, row < rows, x[n], x[n + 1], 2 * i,
+                           lane);
+  }
+}
+
+// Two numbers, of tokens at and at + 1, for each of two tiles of 8 tokens beside each other.
+__device__ __forceinline__ void pairs(float (&to)[2][2], const float* from, int lane) {
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const float2 two = *reinterpret_cast<const float2*>(from + n * 8 + lane % 4 * 2);
+    to[n][0] = two.x, to[n][1] = two.y;
+  }
+}
+
+// Products of 16 keys with 16 queries of a later block, x = q_i . k_j and y = dy_i . v_j, weighed
+// for what they add to z and dv before to_j. Returns sum_i scale from_i x y for both rows.
+__device__ __forceinline__ float2 weigh_later(float (&x)[2][4], float (&y)[2][4], const float* from,
+                                              float scale, float gap, int lane) {
+  float two[2][2], sum[2] = {};
+  pairs(two, from, lane);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float weight = scale * two[n][e % 2];
+      const float a = bounded(weight * x[n][e]);
+      sum[e / 2] += a * y[n][e];
+      y[n][e] *= gap * weight;
+      x[n][e] = gap * a;
+    }
+  return {sum[0], sum[1]};
+}
+
+// The same for queries of the keys' own block. a = x y beta_j scale; returns the sums with G_ij.
+__device__ __forceinline__ float2 weigh_own(float (&x)[2][4], float (&y)[2][4], float (&a)[2][4],
+                                            const float* gates, float scale, float low, float high,
+                                            int lane) {
+  float sum[2] = {};
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int i = n * 8 + lane % 4 * 2 + e % 2, j = lane / 4 + e / 2 * 8;
+      // above the diagonal a product may be anything, NaN too: it is not multiplied away
+      const float scaled = i >= j ? scale * x[n][e] : 0.f, other = i >= j ? y[n][e] : 0.f;
+      const float weight = gates[i * kGateRow + j];
+      a[n][e] = bounded((e < 2 ? low : high) * scaled * other);
+      x[n][e] = weight * scaled;
+      y[n][e] = weight * scale * other;
+      sum[e / 2] += x[n][e] * other;
+    }
+  return {sum[0], sum[1]};
+}
+
+// Gradients of keys and values of block w: z and, before beta, dv.
+template <class S>
+__device__ __forceinline__ void make_keys(const GradShared<S>& shared, float scale, int w, int part,
+                                          int lane, float (&z)[S::kKeyTiles][4],
+                                          float (&dv)[S::kValueTiles][4]) {
+  using F = typename S::F;
+  typename S::Scalars& s = shared.scalars();
+  const int row0 = w * kBlock, low = row0 + lane / 4, high = low + 8;
+  const int key0 = part * S::kKeyTiles * 8, value0 = part * S::kValueTiles * 8;
+#pragma unroll(S::kSteps)
+  for (int step = 0; step < S::kKeys / 16; step++) {
+    typename F::Left left;
+    F::template rows<S::kKeyRow>(left, shared.k(), row0, step * 16, lane);
+    add_columns<F, S::kValueRow>(dv, left, shared.dstate(), value0, step * 16, lane);
+  }
+  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(z, shared.v(), row0,
+                                                                      shared.dstate(), key0, lane);
+  const float2 term = dot_rows<F, S::kKeyRow>(z, shared.k(), row0, key0, lane);
+  const float share_low = s.share[low], share_high = s.share[high];
+  // of the four lanes of a row one counts
+  const float owed = lane % 4 ? 0.f : share_low * term.x + share_high * term.y;
+  const float sum = sum_of_warp(owed);
+  if (lane == 0) s.pair[part][w + 1][kBlocks] = bounded(sum);
+  const float after = s.between(w, kBlocks);
+  scale_rows(z, after, after);
+  scale_rows(dv, after, after);
+  float2 later = {0, 0}, own = {0, 0};
+  float gap = 1;  // the gates between the blocks
+#pragma unroll 1
+  for (int step = 1; step <= kBlocks - w; step++) {  // later blocks, then the keys' own
+    const int r = step < kBlocks - w ? w + step : w;
+    float of_keys[2][4] = {}, of_values[2][4] = {};
+    add_rows<F, S::kKeyRow, S::kKeyRow, S::kKeys / 16, S::kSteps>(of_keys, shared.k(), row0,
+                                                                  shared.q(), r * kBlock, lane);
+    add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(
+        of_values, shared.v(), row0, shared.dy(), r * kBlock, lane);
+    if (r > w) {
+      const float2 sums = weigh_later(of_keys, of_values, s.from + r * kBlock, scale, gap, lane);
+      later.x += gap * sums.x, later.y += gap * sums.y;
+      gap = bounded(gap * s.whole[r]);
+      const float shares = sum_of_warp(share_low * sums.x + share_high * sums.y);
+      if (lane == 0) s.pair[part][w + 1][r] = part == 0 ? bounded(shares) : 0.f;
+    } else {
+      float a[2][4];
+      own = weigh_own(of_keys, of_values, a, s.gates[w], scale, s.beta[low], s.beta[high], lane);
+      if (part == 0) add_gates<F>(s, a, w, lane);
+      const float to_low = s.to[low], to_high = s.to[high];
+      scale_rows(z, to_low, to_high);
+      scale_rows(dv, to_low, to_high);
+    }
+    typename F::Left left;
+    F::tiles(left, of_keys);
+    add_columns<F, S::kValueRow>(dv, left, shared.dy(), value0, r * kBlock, lane);
+    F::tiles(left, of_values);
+    add_columns<F, S::kKeyRow>(z, left, shared.q(), key0, r * kBlock, lane);
+  }
+  const float tiles = part == 0 ? 1.f : 0.f;  // which both parts have made
+  const float all_low = after * term.x + tiles * sum_of_row(later.x);
+  const float all_high = after * term.y + tiles * sum_of_row(later.y);
+  const float own_low = tiles * sum_of_row(own.x), own_high = tiles * sum_of_row(own.y);
+  if (lane % 4 == 0) {
+    s.after[part][low] = bounded(s.beta[low] * all_low);
+    s.after[part][high] = bounded(s.beta[high] * all_high);
+    s.dbeta[part][low] = s.to[low] * all_low + own_low;
+    s.dbeta[part][high] = s.to[high] * all_high + own_high;
+  }
+}
+
+// Gradients of queries of block w.
+template <class S>
+__device__ __forceinline__ void make_queries(const GradShared<S>& shared, float scale, int w,
+                                             int part, int lane, float (&dq)[S::kKeyTiles][4]) {
+  using F = typename S::F;
+  typename S::Scalars& s = shared.scalars();
+  const int row0 = w * kBlock, low = row0 + lane / 4, high = low + 8;
+  const int key0 = part * S::kKeyTiles * 8;
+  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(dq, shared.dy(), row0,
+                                                                      shared.state(), key0, lane);
+  const float from_low = s.from[low], from_high = s.from[high];
+  const float2 term = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
+  const float owed = lane % 4 ? 0.f : from_low * term.x + from_high * term.y;
+  const float sum = sum_of_warp(owed);
+  if (lane == 0) s.pair[part][0][w] = bounded(scale * sum);
+  const float before = scale * s.between(-1, w);
+  scale_rows(dq, before, before);
+  float gap = scale;
+#pragma unroll 1
+  for (int step = 1; step <= w + 1; step++) {  // earlier blocks, then the queries' own
+    const int c = step <= w ? w - step : w;
+    float scores[2][4] = {};
+    add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(
+        scores, shared.dy(), row0, shared.v(), c * kBlock, lane);
+    float two[2][2];
+    pairs(two, (c < w ? s.share : s.beta) + c * kBlock, lane);
+    if (c < w) {
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) scores[n][e] *= bounded(gap * two[n][e % 2]);
+      gap = bounded(gap * s.whole[c]);
+    } else {
+      const float2 sums = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
+      if (lane % 4 == 0) s.before[part][low] = sums.x, s.before[part][high] = sums.y;
+      scale_rows(dq, from_low, from_high);
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int i = lane / 4 + e / 2 * 8, j = n * 8 + lane % 4 * 2 + e % 2;
+          const float weight = bounded(s.gates[w][i * kGateRow + j] * two[n][e % 2]);
+          scores[n][e] = i >= j ? scale * weight * scores[n][e] : 0.f;
+        }
+    }
+    typename F::Left left;
+    F::tiles(left, scores);
+    add_columns<F, S::kKeyRow>(dq, left, shared.k(), key0, c * kBlock, lane);
+  }
+}
+
+// Of the inner product of S and E, one thread's share; state: S in global memory.
+template <class S, class State>
+__device__ __forceinline__ float share_of_inner(const GradShared<S>& shared, const State* state) {
+  using F = typename S::F;
+  float sum = 0;
+  if (S::kApart) {
+    for (int e = threadIdx.x; e < S::kKeys * S::kValues / 2; e += S::kThreads) {
+      const int row = e / (S::kValues / 2), col = e % (S::kValues / 2) * 2;
+      const float2 x = F::template pair<S::kValueRow>(shared.state(), row, col);
+      const float2 y = F::template pair<S::kValueRow>(shared.dstate(), row, col);
+      sum += x.x * y.x + x.y * y.y;
+    }
+  } else {
+#pragma unroll 8
+    for (int e = threadIdx.x; e < S::kRealKeys * S::kRealValues; e += S::kThreads) {
+      const int row = e / S::kRealValues, col = e % S::kRealValues;
+      sum += widen<float>(state[e]) * F::template number<S::kValueRow>(shared.dstate(), row, col);
+    }
+  }
+  return sum;
+}
