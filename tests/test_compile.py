@@ -17,6 +17,7 @@ pytest.importorskip("cupy")
 from cupy_gdelta.gpu import (  # noqa: E402
     linear,
     linear32,
+    linear_grad,
     linear_sm90,
     loader,
     plan,
@@ -65,16 +66,18 @@ def instantiations(
         "linear": {"scan_pieces"},
         "linear32": {"scan_pieces"},
         "linear_sm90": set(),
+        "linear_grad": set(),
         "recurrent_grad": set(),
         "step": set(),
     }
     engines = (False, True) if arch == "sm_90a" else (False,)
-    shared = (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
+    shared_limit = (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
     for (K, V), dtype, T, n, sms, bytes_, rule, copied in itertools.product(
         shapes, dtypes, tokens, items, multiprocessors, aligned, recurrent.RULES, engines
     ):
         sizes = (rule, dtype, T, n, K, V, sms, bytes_)
-        chosen = plan.choose(*sizes, shared_limit=shared, copied=copied, precision=precision)
+        limits = {"shared_limit": shared_limit}
+        chosen = plan.choose(*sizes, copied=copied, precision=precision, **limits)
         if chosen.kernel == "linear_sm90":
             tiles = [replace(chosen.tile, pieces=pieces) for pieces in (1, 2)]
             expressions = [linear_sm90.expression(tile) for tile in tiles]
@@ -93,7 +96,11 @@ def instantiations(
                 for unit in (normalise if rule == "delta" else (False,))
             ]
         found[chosen.kernel].update(expressions)
-        back = plan.choose_grad(rule, dtype, T, n, K, V, sms, bytes_, shared_limit=shared)
+        back = plan.choose_grad(*sizes, **limits)
+        if back.kernel == "linear_grad":
+            for shared in (False, True):
+                found[back.kernel].update(linear_grad.expressions(back.tile, shared))
+            back = plan.choose_grad_by_tokens(*sizes, shared_limit=shared_limit)
         blocks = -(-V // back.tile.block_cols)
         for unit in normalise if rule == "delta" else (False,):
             found[back.kernel] |= {
@@ -149,6 +156,15 @@ def test_chunks_of_32_tokens_stay_in_registers(arch):
         sizes = {"shapes": shapes, "dtypes": [dtype], "precision": precision}
         found = instantiations(**FEW | sizes | tokens)
         assert_in_registers({"linear32": found["linear32"]}, arch)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+def test_chunks_of_gradients_stay_in_registers(arch):
+    tokens = dict(tokens=[4096], normalise=[False], arch=arch)
+    sizes = {"shapes": [(24, 24), (64, 64)], "dtypes": ["float32", "bfloat16"]}
+    found = instantiations(**FEW | sizes | tokens)
+    assert_in_registers({"linear_grad": found["linear_grad"]}, arch)
 
 
 @pytest.mark.slow

@@ -31,7 +31,9 @@ def test_every_head_dim_has_a_tile_for_gradients(rule, dtype, limit):
     for K in HEAD_DIMS:
         for V in HEAD_DIMS:
             for items in (1, 100_000):
-                chosen = plan.choose_grad(rule, dtype, 64, items, K, V, 132, shared_limit=limit)
+                chosen = plan.choose_grad_by_tokens(
+                    rule, dtype, 64, items, K, V, 132, shared_limit=limit
+                )
                 tile = chosen.tile
                 assert tile.rows * plan.rows_each(K, tile.rows) >= K
                 assert 32 <= tile.threads <= 256

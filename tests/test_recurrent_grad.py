@@ -61,7 +61,8 @@ class Case:
     def plan(self) -> plan.Plan:
         log_gate, aligned = self.prepare is logarithms, 4 if self.prepare is strided else 16
         sizes = (self.T, self.B * self.H, self.K, self.V, 132)
-        chosen = plan.choose_grad(self.rule, self.dtype, *sizes, aligned, log_gate)
+        sizes = (*sizes, aligned, log_gate)
+        chosen = plan.choose_grad_by_tokens(self.rule, self.dtype, *sizes)
         sums, tile = self.sums or chosen.sums, chosen.tile
         if self.rows:
             words = arrays.ITEMSIZE[sums] // 4

@@ -31,6 +31,7 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
 from . import (
     linear,
     linear32,
+    linear_grad,
     linear_sm90,
     plan,
     recurrent,
@@ -46,6 +47,7 @@ __all__ = [
     "forward",
     "linear",
     "linear32",
+    "linear_grad",
     "linear_sm90",
     "plan",
     "recurrent",
@@ -118,7 +120,8 @@ def backward(p: Problem, grads: dict[str, View]) -> None:
             shared_limit,
         )
         rows = dataclasses.replace(p, q=q, k=k, v=v, dy=dy)
-        spaces = recurrent_grad.launch(rows, chosen, grads, offsets)
+        launch = linear_grad.launch if chosen.kernel == "linear_grad" else recurrent_grad.launch
+        spaces = launch(rows, chosen, grads, offsets)
         if p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing():
             _keep(p, q, k, v, dy, *grads.values(), *spaces)
 

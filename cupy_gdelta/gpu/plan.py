@@ -11,9 +11,10 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
-from . import chunks, chunks32, grad_tiles, warpgroups
+from . import chunks, chunks32, chunks_grad, grad_tiles, warpgroups
 from .chunks import ChunkTile
 from .chunks32 import Tile32
+from .chunks_grad import ChunkGradTile
 from .grad_tiles import GradTile
 from .warpgroups import WarpgroupTile
 
@@ -53,7 +54,7 @@ class Plan:
 
     kernel: str
     sums: str  # dtype that sums are made in
-    tile: Tile | ChunkTile | Tile32 | WarpgroupTile | GradTile
+    tile: Tile | ChunkTile | Tile32 | WarpgroupTile | GradTile | ChunkGradTile
     reason: str
 
 
@@ -121,6 +122,28 @@ def choose_grad(
     shared_limit: int = SHARED_LIMIT,
 ) -> Plan:
     """Plan for gradients; arguments are those of ``choose``, and ``aligned`` is that of dy too."""
+    sizes = (T, items, K, V, multiprocessors)
+    if rule == "linear":
+        chunked = chunks_grad.best_tile(dtype, *sizes, aligned == 16, shared_limit)
+        if chunked is not None:
+            reason = f"chunks on tensor cores, {chunked.reason}"
+            return Plan("linear_grad", "float32", chunked, reason)
+    return choose_grad_by_tokens(rule, dtype, *sizes, aligned, log_gate, shared_limit)
+
+
+def choose_grad_by_tokens(
+    rule: str,
+    dtype: str,
+    T: int,
+    items: int,
+    K: int,
+    V: int,
+    multiprocessors: int,
+    aligned: int = 16,
+    log_gate: bool = False,
+    shared_limit: int = SHARED_LIMIT,
+) -> Plan:
+    """The plan of ``choose_grad`` where no chunked kernel is for it."""
     made_in, why = sums(dtype, T, log_gate, backward=True)
     size, words = ITEMSIZE[dtype], ITEMSIZE[made_in] // 4
     tile = grad_tiles.best_tile(rule, K, V, words, 16 // size, items, multiprocessors, shared_limit)
