@@ -156,6 +156,13 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
                  : "memory");
 }
 
+// An 8 x 8 tile of 16-bit numbers, two of a row in each lane, transposed.
+__device__ __forceinline__ unsigned transpose_8x8(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // Starts a copy of kBytes into shared memory, of which valid_bytes are read and the rest is zeros.
 template <int kBytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global,

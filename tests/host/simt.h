@@ -343,6 +343,14 @@ template <bool TRANS = false>
 SIMT_INLINE void ldmatrix_x4(unsigned (&r)[4], const void* row, SIMT_HERE) {
   simt::load_matrix(r, 4, TRANS, row, {"ldmatrix_x4", file, line});
 }
+SIMT_INLINE unsigned transpose_8x8(unsigned x, SIMT_HERE) {
+  unsigned all[32], y = 0;
+  simt::gather(~0u, &x, all, sizeof x, {"transpose_8x8", file, line});
+  const unsigned row = simt::lane / 4, column = simt::lane % 4 * 2;
+  for (unsigned i = 0; i < 2; i++)
+    y |= (all[(column + i) * 4 + row / 2] >> row % 2 * 16 & 0xffffu) << 16 * i;
+  return y;
+}
 #define SIMT_MMA(name, kind)                                                           \
   SIMT_INLINE void name(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], \
                         SIMT_HERE) {                                                   \
