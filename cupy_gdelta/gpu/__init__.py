@@ -29,6 +29,7 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
     ) from error
 
 from . import (
+    delta_grad,
     linear,
     linear32,
     linear_grad,
@@ -44,6 +45,7 @@ from . import (
 __all__ = [
     "advance",
     "backward",
+    "delta_grad",
     "forward",
     "linear",
     "linear32",
@@ -120,8 +122,7 @@ def backward(p: Problem, grads: dict[str, View]) -> None:
             shared_limit,
         )
         rows = dataclasses.replace(p, q=q, k=k, v=v, dy=dy)
-        launch = linear_grad.launch if chosen.kernel == "linear_grad" else recurrent_grad.launch
-        spaces = launch(rows, chosen, grads, offsets)
+        spaces = _LAUNCH_GRAD[chosen.kernel](rows, chosen, grads, offsets)
         if p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing():
             _keep(p, q, k, v, dy, *grads.values(), *spaces)
 
@@ -162,6 +163,11 @@ _LAUNCH = {
     "linear": linear.launch,
     "linear32": linear32.launch,
     "linear_sm90": linear_sm90.launch,
+}
+_LAUNCH_GRAD = {
+    "linear_grad": linear_grad.launch,
+    "delta_grad": delta_grad.launch,
+    "recurrent_grad": recurrent_grad.launch,
 }
 
 

@@ -11,10 +11,11 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
-from . import chunks, chunks32, chunks_grad, grad_tiles, warpgroups
+from . import chunks, chunks32, chunks_grad, delta_grad_tile, grad_tiles, warpgroups
 from .chunks import ChunkTile
 from .chunks32 import Tile32
 from .chunks_grad import ChunkGradTile
+from .delta_grad_tile import DeltaGradTile
 from .grad_tiles import GradTile
 from .warpgroups import WarpgroupTile
 
@@ -54,7 +55,7 @@ class Plan:
 
     kernel: str
     sums: str  # dtype that sums are made in
-    tile: Tile | ChunkTile | Tile32 | WarpgroupTile | GradTile | ChunkGradTile
+    tile: Tile | ChunkTile | Tile32 | WarpgroupTile | GradTile | ChunkGradTile | DeltaGradTile
     reason: str
 
 
@@ -128,6 +129,10 @@ def choose_grad(
         if chunked is not None:
             reason = f"chunks on tensor cores, {chunked.reason}"
             return Plan("linear_grad", "float32", chunked, reason)
+    if rule == "delta" and dtype in ("bfloat16", "float32"):
+        blocks = delta_grad_tile.best_tile(dtype, *sizes, aligned == 16, shared_limit)
+        if blocks is not None:
+            return Plan("delta_grad", "float32", blocks, "chunks on tensor cores")
     return choose_grad_by_tokens(rule, dtype, *sizes, aligned, log_gate, shared_limit)
 
 
@@ -143,7 +148,7 @@ def choose_grad_by_tokens(
     log_gate: bool = False,
     shared_limit: int = SHARED_LIMIT,
 ) -> Plan:
-    """The plan of ``choose_grad`` where no chunked kernel is for it."""
+    """Plan for gradients token by token; arguments are those of ``choose_grad``."""
     made_in, why = sums(dtype, T, log_gate, backward=True)
     size, words = ITEMSIZE[dtype], ITEMSIZE[made_in] // 4
     tile = grad_tiles.best_tile(rule, K, V, words, 16 // size, items, multiprocessors, shared_limit)

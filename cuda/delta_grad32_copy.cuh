@@ -1,0 +1,99 @@
+// Chunks of a head on their way to the walks of delta_grad32.cu, and what no walk reaches.
+#pragma once
+#include "delta_grad32_space.cuh"
+
+constexpr int kCopierBytes = 144;
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10)
+constexpr int kWalkBlocks = 2;  // for which there is shared memory
+#else
+constexpr int kWalkBlocks = 1;
+#endif
+
+template <int K, int V, int kBlockCols, int kStages>
+struct WalkShape : HeadShape<K, V> {
+  using Head = HeadShape<K, V>;
+  static constexpr int kColBlocks = (V + kBlockCols - 1) / kBlockCols;
+  static constexpr int kParts = Head::kRowTiles > 1 ? 2 : 1;  // of the rows of a state
+  static constexpr int kOwnTiles = (Head::kRowTiles + kParts - 1) / kParts;
+  static constexpr int kColGroups = kBlockCols / 16, kWalkers = kParts * kColGroups;  // warps
+  static constexpr int kThreads = 32 * kWalkers;
+  static constexpr int kValueRow = kBlockCols + kPad;
+  static constexpr int kRowsOfK = kChunk * Head::kKeyRow, kPairs = kChunk * kPairRow;
+  static constexpr int kValuesAt = 2 * kRowsOfK, kPairsAt = kValuesAt + kChunk * kValueRow;
+  static constexpr int kWeightsAt = kPairsAt + 2 * kPairs;
+  static constexpr int kStage = kWeightsAt + static_cast<int>(sizeof(ChunkWeights)) / 4;
+  static constexpr int kSums = kParts > 1 ? kWalkers * kChunk / 8 * 32 : 0;  // float4
+  static constexpr int kCopierAt = kStages * kStage + 4 * kSums;             // floats
+  static constexpr int kBytes = 4 * kCopierAt + kCopierBytes;
+};
+
+// The chunks of a head on their way into shared memory by all warps: k, v, the inverse and
+// weights on the way forward; k, q, dy, the inverse, scores and weights on the way back. It lies in
+// shared memory: what it holds would take the registers of every thread.
+template <class S, int K, int kBlockCols, int kStages, bool kWide>
+struct ChunkCopier {
+  float* stages;
+  const float *k, *q, *values;  // of the first token; values may be null
+  const Prepared* prepared;     // of the first chunk
+  long long k_stride, q_stride, value_stride, tokens, prepared_stride;
+  int chunks, cols, back, first_thread;
+  float* dv;        // of the first token
+  long long entry;  // of the first chunk
+  float* states;    // that are saved
+  float scale;
+
+  // The chunk of turn i.
+  __device__ __forceinline__ void fetch(int i) const {
+    constexpr int kThreads = S::kThreads;
+    const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
+    if (i < chunks) {
+      const int c = back ? chunks - 1 - i : i;
+      float* const stage = stages + i % kStages * S::kStage;
+      const long long t = static_cast<long long>(c) * kChunk;
+      const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
+      copy_rows<kChunk, K, S::kKeyRow, kWide>(stage, k + t * k_stride, k_stride, rows, K, thread,
+                                              kThreads);
+      if (back)
+        copy_rows<kChunk, K, S::kKeyRow, kWide>(stage + S::kRowsOfK, q + t * q_stride, q_stride,
+                                                rows, K, thread, kThreads);
+      if (values)
+        copy_rows<kChunk, kBlockCols, S::kValueRow, kWide>(stage + S::kValuesAt,
+                                                           values + t * value_stride, value_stride,
+                                                           rows, cols, thread, kThreads);
+      const Prepared& from = prepared[c * prepared_stride];
+      copy_rows<kChunk, kChunk, kPairRow, true>(stage + S::kPairsAt, from.inverse, kChunk, kChunk,
+                                                kChunk, thread, kThreads);
+      if (back)
+        copy_rows<kChunk, kChunk, kPairRow, true>(stage + S::kPairsAt + S::kPairs, from.scores,
+                                                  kChunk, kChunk, kChunk, thread, kThreads);
+      const float* const weights = reinterpret_cast<const float*>(&from.weights);
+      for (int e = 4 * thread; e < static_cast<int>(sizeof(ChunkWeights)) / 4; e += 4 * kThreads)
+        cp_async<16>(stage + S::kWeightsAt + e, weights + e);
+    }
+    cp_async_commit();
+  }
+
+  // Waits for the chunk of turn i, and starts on one that comes later.
+  __device__ __forceinline__ void turn(int i) const {
+    cp_async_wait<kStages - 2>();
+    __syncthreads();
+    fetch(i + kStages - 1);
+  }
+};
+
+// Zeros for the tokens after the last sequence, which belong to none.
+template <int K>
+__device__ __forceinline__ void clear_tail(const CallArgs& a, const GradArgs& g, long long h,
+                                           long long stop, float* dv, int cols, bool direct) {
+  for (long long e = threadIdx.x; e < (a.T - stop) * cols; e += blockDim.x)
+    dv[(stop + e / cols) * a.y_stride[1] + e % cols] = 0;
+  if (!direct) return;
+  for (long long e = threadIdx.x; e < (a.T - stop) * K; e += blockDim.x) {
+    const long long at = ((stop + e / K) * a.H + h) * K + e % K;
+    static_cast<float*>(g.dq)[at] = static_cast<float*>(g.dk)[at] = 0;
+  }
+  for (long long t = stop + threadIdx.x; t < a.T; t += blockDim.x) {
+    put_scalar<float>(g.dgate, t * a.H + h, 0.f, a.gate_kind);
+    put_scalar<float>(g.dbeta, t * a.H + h, 0.f, a.beta_kind);
+  }
+}

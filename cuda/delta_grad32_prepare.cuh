@@ -1,0 +1,122 @@
+// Kernels that make, of all chunks at once, what the walks of delta_grad32.cu need before any state
+// is known; and rows of q and k of unit length.
+#pragma once
+#include "delta_grad32_space.cuh"
+
+constexpr int kPrepareThreads = 64 * kBlocks;
+
+template <int K>
+struct PrepareShape {
+  static constexpr int kRowTiles = (K + 15) / 16, kKeyRow = kRowTiles * 16 + kPad;
+  static constexpr int kRowsOfK = kChunk * kKeyRow, kPairs = kChunk * kPairRow;
+  static constexpr int kBytes =
+      4 * (2 * kRowsOfK + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
+};
+
+// grid: slots * H. block: kPrepareThreads.
+template <int K, bool kWide>
+__global__ void __launch_bounds__(kPrepareThreads, 3)
+    delta_grad32_prepare(const CallArgs a, const SpaceArgs space) {
+  using S = PrepareShape<K>;
+  static_assert(!kWide || K % 4 == 0, "rows of whole vectors");
+  DYNAMIC_SHARED(float, shared);
+  float *const q = shared, *const k = q + S::kRowsOfK, *const products = k + S::kRowsOfK;
+  float* const errors = products + S::kPairs;  // A
+  ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(errors + S::kPairs);
+  if (K % 16 != 0)  // padding
+    for (int i = threadIdx.x; i < 2 * S::kRowsOfK; i += kPrepareThreads) shared[i] = 0;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const long long item = blockIdx.x, h = item % a.H;
+  const SlotChunk chunk(a, item / a.H);
+  if (chunk.tokens == 0) return;
+  Prepared& to = space.prepared[item];
+  __syncthreads();
+  copy_rows<kChunk, K, S::kKeyRow, kWide>(
+      q, head_rows(a.q, a.q_stride, chunk.b, chunk.first, h / a.group), a.q_stride[1], chunk.tokens,
+      K, threadIdx.x, kPrepareThreads);
+  copy_rows<kChunk, K, S::kKeyRow, kWide>(
+      k, head_rows(a.k, a.k_stride, chunk.b, chunk.first, h / a.group), a.k_stride[1], chunk.tokens,
+      K, threadIdx.x, kPrepareThreads);
+  cp_async_commit();
+  if (warp == 0) {
+    weigh(weights, a, chunk, h, lane);
+    __syncwarp();
+    put_products(products, weights, lane);
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+
+  const int r = warp % kBlocks;
+  const bool of_k = warp / kBlocks;
+  float sum[kBlocks][2][4] = {};
+  for (int i = 0; i < S::kRowTiles; i++) {
+    const Factor left =
+        load_left((of_k ? k : q) + r * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
+#pragma unroll
+    for (int c = 0; c < kBlocks; c++)
+      if (c <= r)
+        multiply(sum[c], left,
+                 load_right_transposed(k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane));
+  }
+#pragma unroll
+  for (int c = 0; c < kBlocks; c++)
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int at = r * kBlock + lane / 4 + i / 2 % 2 * 8;
+      const int j = c * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const float weight = products[at * kPairRow + j] * weights.beta[j];
+      const float x = j + of_k <= at ? weight * sum[c][i / 4][i % 4] : 0.f;
+      if (of_k)
+        errors[at * kPairRow + j] = x;
+      else
+        to.scores[at * kChunk + j] = x;
+    }
+  __syncthreads();
+  if (warp == 0) {  // by substitution, a column a lane
+    float x[kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) {
+      float sums[2] = {i == lane ? 1.f : 0.f, 0.f};
+#pragma unroll
+      for (int j = 0; j < i; j++) sums[j % 2] -= errors[i * kPairRow + j] * x[j];
+      x[i] = sums[0] + sums[1];
+      to.inverse[i * kChunk + lane] = x[i];
+    }
+  } else {
+    const float* const from = reinterpret_cast<const float*>(&weights);
+    constexpr int kCount = sizeof(ChunkWeights) / 4 - 3;
+    for (int i = threadIdx.x - 32; i < kCount; i += kPrepareThreads - 32)
+      reinterpret_cast<float*>(&to.weights)[i] = from[i];
+  }
+}
+
+// Rows of q and k of unit length, (B, T, Hq, K), contiguous. grid: any number of blocks; a warp
+// takes one row at a time.
+template <int K>
+__global__ void __launch_bounds__(256, 1)
+    delta_grad32_units(const CallArgs a, const GradArgs g, float* q, float* k) {
+  constexpr int kEach = (K + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  const long long heads = a.H / a.group, rows = g.B * a.T * heads;
+  const long long warps = static_cast<long long>(gridDim.x) * (blockDim.x / 32);
+  long long item = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  for (; item < 2 * rows; item += warps) {
+    const bool of_k = item >= rows;
+    const long long row = of_k ? item - rows : item;
+    const long long b = row / heads / a.T, t = row / heads % a.T, h = row % heads;
+    const float* const from =
+        of_k ? head_rows(a.k, a.k_stride, b, t, h) : head_rows(a.q, a.q_stride, b, t, h);
+    float x[kEach], squares = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      x[i] = lane + 32 * i < K ? from[lane + 32 * i] : 0.f;
+      squares += x[i] * x[i];
+    }
+#pragma unroll
+    for (int hop = 1; hop < 32; hop *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, hop);
+    const float inverse = 1.f / sqrtf(squares + 1e-6f);
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (lane + 32 * i < K) (of_k ? k : q)[row * K + lane + 32 * i] = inverse * x[i];
+  }
+}

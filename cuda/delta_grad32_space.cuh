@@ -1,0 +1,113 @@
+// What the three kernels of delta_grad32.cu leave in global memory for each other, and what they
+// share.
+#pragma once
+#include "grad.cuh"
+#include "slots.cuh"
+#include "tf32_blocks.cuh"
+
+constexpr int kChunk = 32;  // tokens
+constexpr int kBlock = 16;  // tokens of a block
+constexpr int kBlocks = kChunk / kBlock;
+constexpr int kPad = 8;  // floats after each row in shared memory: rows in different banks
+constexpr int kPairRow = kChunk + kPad;
+
+struct ChunkWeights {
+  float from_start[kChunk];  // gates 0 to t
+  float to_end[kChunk];      // gates t + 1 to 31
+  float beta[kChunk], gate[kChunk];
+  float whole;  // all gates
+  float padding[3];
+};
+
+// Of one chunk of one head, before any state is known. The inverse is that of I + A, A_ij = D_ij
+// beta_j k_i . k_j for j < i.
+struct alignas(16) Prepared {
+  float inverse[kChunk * kChunk];
+  float scores[kChunk * kChunk];  // D_ij beta_j q_i . k_j
+  ChunkWeights weights;
+};
+
+// Entries lie slot by slot and head by head.
+struct SpaceArgs {
+  Prepared* prepared;
+  float* misses;  // rows of e = v - k^T R, padded
+  float* states;  // before each chunk, transposed: V rows of K, padded
+  float* late;    // gradients of the states after each chunk, likewise
+  long long slots;
+};
+
+using SlotChunk = ChunkInSlot<kChunk>;
+
+template <int K, int V>
+struct HeadShape {
+  static constexpr int kRowTiles = (K + 15) / 16, kKeys = kRowTiles * 16, kKeyRow = kKeys + kPad;
+  static constexpr int kValueTiles = (V + 15) / 16, kValues = kValueTiles * 16;
+  static constexpr int kState = kKeys * kValues;
+};
+
+// Where the rows of one head begin, of an array with strides over (B, T, heads).
+__device__ __forceinline__ const float* head_rows(const void* x, const long long (&stride)[3],
+                                                  long long b, long long t, long long h) {
+  return static_cast<const float*>(x) + b * stride[0] + t * stride[1] + h * stride[2];
+}
+
+// Rows into shared memory by `threads` threads: kCols numbers a row, of which `rows` and `cols` are
+// real.
+template <int kRows, int kCols, int kRow, bool kWide>
+__device__ __forceinline__ void copy_rows(float* to, const float* from, long long stride, int rows,
+                                          int cols, int thread, int threads) {
+  constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep;
+  for (int e = thread; e < kRows * kSteps; e += threads) {
+    const int row = e / kSteps, at = e % kSteps * kStep;
+    const bool real = row < rows && at < cols;
+    cp_async<4 * kStep>(to + row * kRow + at, from + (real ? row * stride + at : 0),
+                        real ? 4 * kStep : 0);
+  }
+}
+
+// A product that overflows is kept at the largest number of bfloat16, as in decay32.cuh.
+__device__ __forceinline__ float bounded(float x) {
+  return x > 3.3895314e38f ? 3.3895314e38f : (x < -3.3895314e38f ? -3.3895314e38f : x);
+}
+
+// Weights of a chunk by one warp, a token a lane; products of all gates are made in double, since
+// equal gates make equal roundings. Past the last token: gate 1, beta 0.
+__device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const SlotChunk& chunk,
+                                      long long h, int lane) {
+  double gate = 1;
+  float beta = 0;
+  if (lane < chunk.tokens) {
+    const long long t = chunk.first + lane;
+    Scalar<float> x;
+    x.load(a.gate, chunk.b * a.gate_stride[0] + t * a.gate_stride[1] + h * a.gate_stride[2],
+           a.gate_kind);
+    gate = x.value<double>(a.gate_kind);
+    x.load(a.beta, chunk.b * a.beta_stride[0] + t * a.beta_stride[1] + h * a.beta_stride[2],
+           a.beta_kind);
+    beta = x.value<float>(a.beta_kind);
+  }
+  double head = gate, tail = gate;  // of gates up to, and from, this lane's
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const double before = __shfl_up_sync(0xffffffffu, head, step);
+    const double after = __shfl_down_sync(0xffffffffu, tail, step);
+    if (lane >= step) head *= before;
+    if (lane + step < 32) tail *= after;
+  }
+  const double after = __shfl_down_sync(0xffffffffu, tail, 1);
+  to.from_start[lane] = bounded(static_cast<float>(head));
+  to.to_end[lane] = lane == 31 ? 1.f : bounded(static_cast<float>(after));
+  to.beta[lane] = beta;
+  to.gate[lane] = static_cast<float>(gate);
+  if (lane == 31) to.whole = bounded(static_cast<float>(head));
+}
+
+// D_ij = gate_{j+1} ... gate_i for j <= i, else 0, rows kPairRow apart, by one warp: a column a
+// lane.
+__device__ __forceinline__ void put_products(float* to, const ChunkWeights& weights, int lane) {
+  float d = 0;
+  for (int i = 0; i < kChunk; i++) {
+    d = i > lane ? bounded(d * weights.gate[i]) : (i == lane ? 1.f : 0.f);
+    to[i * kPairRow + lane] = d;
+  }
+}

@@ -1,0 +1,217 @@
+// What one warp does with the chunks of a head, one after the other: it keeps half of the rows of
+// 16 columns of the state on the way forward, or of the state's gradient on the way back. Two warps
+// have a column between them; each adds what the other one read to its own.
+#pragma once
+#include "delta_grad32_space.cuh"
+
+// 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
+using ChunkColumns = float[kBlocks][2][4];
+
+// Part of a state, transposed: 16 columns down, tiles of 8 rows across, as mma leaves them. S gives
+// the lengths of rows in shared memory. Tensor cores round sums toward zero: what a chunk adds to
+// the state is summed up by itself.
+template <class S>
+struct Walker {
+  float x[S::kOwnTiles][2][4];
+  int lane, part, barrier;
+  float4* sums;  // of both parts
+
+  // f(value, row, column), columns counted from those of the warp.
+  template <class F>
+  __device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int n = 0; n < S::kOwnTiles; n++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        f(x[n][i / 4][i % 4], tile(n) * 16 + i / 4 * 8 + lane % 4 * 2 + i % 2,
+          lane / 4 + i / 2 % 2 * 8);
+  }
+
+  // E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j k_j e_j^T.
+  __device__ __forceinline__ void forward(ChunkColumns& e, const float* k, const float* v,
+                                          const float* inverse, const ChunkWeights& weights) {
+    ChunkColumns rest;
+    read(rest, k);
+    combine(rest);
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+      float vt[2][4];
+      load_sum_transposed(vt, v + b * kBlock * S::kValueRow, S::kValueRow, lane);
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        rest[b][i / 4][i % 4] =
+            vt[i / 4][i % 4] - weights.from_start[token(b, i)] * rest[b][i / 4][i % 4];
+    }
+    zero(e);
+#pragma unroll
+    for (int c = 0; c < kBlocks; c++) {
+      Factor left;
+      left.set(rest[c]);
+#pragma unroll
+      for (int r = c; r < kBlocks; r++)
+        multiply(
+            e[r], left,
+            load_right_transposed(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+    }
+    float added[S::kOwnTiles][2][4] = {};
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+      Factor left;
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        left.set(i / 4, i % 4,
+                 weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4]);
+      add_rows(added, left, k + b * kBlock * S::kKeyRow);
+    }
+    advance(added, weights.whole);
+  }
+
+  // dE = inverse^T (P^T dY + diag(to_end beta) K G);
+  // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T).
+  __device__ __forceinline__ void back(ChunkColumns& de, const float* k, const float* q,
+                                       const float* dy, const float* inverse, const float* scores,
+                                       const ChunkWeights& weights, float scale) {
+    ChunkColumns sum, read_by_y;
+    read(sum, k);
+    zero(read_by_y);
+#pragma unroll
+    for (int turn = 0; turn < kBlocks / S::kParts; turn++) {
+      const int b = turn + part;  // of two blocks of rows the part's own
+      float dyt[2][4];
+      load_sum_transposed(dyt, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+      Factor left;
+      left.set(dyt);
+      const float* const own = scores + b * kBlock * kPairRow;
+      multiply(read_by_y[0], left, load_right(own, kPairRow, lane));
+      if (b == 1) multiply(read_by_y[1], left, load_right(own + kBlock, kPairRow, lane));
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        sum[b][i / 4][i % 4] = scale * read_by_y[b][i / 4][i % 4] + weights.to_end[token(b, i)] *
+                                                                        weights.beta[token(b, i)] *
+                                                                        sum[b][i / 4][i % 4];
+    combine(sum);
+    zero(de);
+#pragma unroll
+    for (int r = 0; r < kBlocks; r++) {
+      Factor left;
+      left.set(sum[r]);
+#pragma unroll
+      for (int c = 0; c <= r; c++)
+        multiply(de[c], left,
+                 load_right(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+    }
+    const float up = lift(weights.from_start[0]);
+    float added[S::kOwnTiles][2][4] = {};
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+      float dyt[2][4];
+      load_sum_transposed(dyt, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+      Factor left;
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        left.set(i / 4, i % 4, up * scale * weights.from_start[token(b, i)] * dyt[i / 4][i % 4]);
+      add_rows(added, left, q + b * kBlock * S::kKeyRow);
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        left.set(i / 4, i % 4, -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4]);
+      add_rows(added, left, k + b * kBlock * S::kKeyRow);
+    }
+    advance(added, up * weights.whole);
+    each([=](float& s, int, int) { s = exact_product(1 / up, s); });
+  }
+
+  // The part's tokens of the columns of a chunk as rows of `columns` numbers, of which `tokens`
+  // rows are real.
+  __device__ __forceinline__ void put(float* to, long long stride, const ChunkColumns& e,
+                                      int tokens, int columns) const {
+    const unsigned second = S::kParts > 1 && part ? 0xffffffffu : 0;
+#pragma unroll
+    for (int b = 0; b < kBlocks / S::kParts; b++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const int t = token(b + part, i), col = lane / 4 + i / 2 % 2 * 8;
+        if (t >= tokens || col >= columns) continue;
+        // a choice by the part would put all of e into local memory
+        const unsigned own = __float_as_uint(e[b][i / 4][i % 4]) & ~second;
+        const unsigned next = __float_as_uint(e[kBlocks - 1][i / 4][i % 4]) & second;
+        to[t * stride + col] = __uint_as_float(own | next);
+      }
+  }
+
+  // Part of 16 rows of the transposed state, S::kKeys numbers each.
+  __device__ __forceinline__ void save(float* to) const {
+#pragma unroll
+    for (int n = 0; n < S::kOwnTiles; n++)
+      if (real(n))
+#pragma unroll
+        for (int i = 0; i < 8; i += 2)
+          *reinterpret_cast<float2*>(to + (lane / 4 + i / 2 % 2 * 8) * S::kKeys + tile(n) * 16 +
+                                     i / 4 * 8 +
+                                     lane % 4 * 2) = {x[n][i / 4][i % 4], x[n][i / 4][i % 4 + 1]};
+  }
+
+ private:
+  __device__ __forceinline__ int tile(int n) const { return part * S::kOwnTiles + n; }
+  __device__ __forceinline__ bool real(int n) const {
+    return S::kRowTiles % S::kParts == 0 || tile(n) < S::kRowTiles;
+  }
+  // Sums of both parts, the same ones in both.
+  __device__ __forceinline__ void combine(ChunkColumns& x) const {
+    if (S::kParts == 1) return;
+    constexpr int kEach = kChunk / 8 * 32;
+    float4* const own = sums + part * kEach + lane;
+    const float4* const other = sums + (1 - part) * kEach + lane;
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; i++) {
+      const float (&four)[4] = x[i / 2][i % 2];
+      own[i * 32] = {four[0], four[1], four[2], four[3]};
+    }
+    sync_threads<64>(barrier);
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; i++) {
+      const float4 more = other[i * 32];
+      float (&four)[4] = x[i / 2][i % 2];
+      four[0] += more.x, four[1] += more.y, four[2] += more.z, four[3] += more.w;
+    }
+  }
+  __device__ __forceinline__ int token(int b, int i) const {  // of number i of block b
+    return b * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2;
+  }
+  static __device__ __forceinline__ void zero(ChunkColumns& e) {
+#pragma unroll
+    for (int i = 0; i < 8 * kBlocks; i++) e[i / 8][i / 4 % 2][i % 4] = 0;
+  }
+
+  // d = (K x)^T
+  __device__ __forceinline__ void read(ChunkColumns& d, const float* k) const {
+    zero(d);
+#pragma unroll
+    for (int n = 0; n < S::kOwnTiles; n++) {
+      if (!real(n)) continue;
+      Factor left;
+      left.set(x[n]);
+#pragma unroll
+      for (int b = 0; b < kBlocks; b++)
+        multiply(
+            d[b], left,
+            load_right_transposed(k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow, lane));
+    }
+  }
+  // added += left (16 rows in shared memory)
+  __device__ __forceinline__ void add_rows(float (&added)[S::kOwnTiles][2][4], const Factor& left,
+                                           const float* rows) const {
+#pragma unroll
+    for (int n = 0; n < S::kOwnTiles; n++)
+      if (real(n)) multiply(added[n], left, load_right(rows + tile(n) * 16, S::kKeyRow, lane));
+  }
+  __device__ __forceinline__ void advance(const float (&added)[S::kOwnTiles][2][4], float whole) {
+#pragma unroll
+    for (int n = 0; n < S::kOwnTiles; n++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        x[n][i / 4][i % 4] = fmaf(whole, x[n][i / 4][i % 4], added[n][i / 4][i % 4]);
+  }
+};

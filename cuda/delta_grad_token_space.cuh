@@ -1,0 +1,55 @@
+// What the eight warps of delta_grad_tokens share of one chunk: warp r + 4 h has 16 tokens from 16
+// r on. With pairs of tokens it has the reads by q for h = 0 and those by k for h = 1; with rows of
+// K it has every other part.
+#pragma once
+#include "delta_grad_space.cuh"
+
+constexpr int kTokenThreads = 256;
+
+template <int K, int V>
+struct TokenShape : HeadShape<K, V> {
+  using Head = HeadShape<K, V>;
+  static constexpr int kValueRow = Head::kValues + kPad;
+  static constexpr int kOwn = Head::kRowTiles > 2 ? 2 : 1;  // tiles of 16 rows of K a warp has
+  static constexpr int kPieceTiles = 2 * kOwn;              // of a state, at a time
+  static constexpr int kPieces = (Head::kRowTiles + kPieceTiles - 1) / kPieceTiles;
+  static constexpr int kPiece = Head::kValueTiles * kPieceTiles * 32;  // uint4
+  static constexpr int kKeys = kChunk * Head::kKeyRow, kRows = kChunk * kValueRow;
+  static constexpr int kMisses = kRows > 2 * kChunk* kChunk ? kRows : 2 * kChunk * kChunk;
+  static constexpr int kNumbers = 2 * kKeys + 2 * kRows + kMisses;  // 16-bit ones
+};
+
+struct TokenSums {
+  float beta[kChunk];
+  float columns[2 * kBlocks][kChunk];      // by warp
+  float edge[2][kChunk], last[2][kChunk];  // x_i S d_i and k_j G e_j, by halves of K
+  float along[kChunk];                     // e_j . de_j
+  float corner[2 * kBlocks];               // <S, G>, by warp
+};
+
+template <int K, int V>
+constexpr int kTokenBytes = 2 * TokenShape<K, V>::kNumbers + 16 * TokenShape<K, V>::kPiece +
+                            static_cast<int>(sizeof(Decay) + sizeof(TokenSums));
+
+// Where a lane's numbers lie in a block as mma leaves a sum.
+struct TokenWarp {
+  int warp, lane;
+
+  __device__ __forceinline__ int r() const { return warp % kBlocks; }
+  __device__ __forceinline__ int side() const { return warp / kBlocks; }
+  __device__ __forceinline__ int row(int i) const {
+    return r() * kBlock + lane / 4 + i % 4 / 2 * 8;
+  }
+  __device__ __forceinline__ int col(int tile, int i) const {
+    return tile * 8 + lane % 4 * 2 + i % 2;
+  }
+};
+
+// Rows of e into shared memory.
+template <class S>
+__device__ __forceinline__ void copy_misses(unsigned short* to, const unsigned short* from) {
+  constexpr int kVectors = S::kValues / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kChunk * kVectors; i += kTokenThreads)
+    cp_async<16>(to + i / kVectors * S::kValueRow + i % kVectors * 8, from + i * 8);
+}
