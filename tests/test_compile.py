@@ -15,6 +15,8 @@ nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type
 pytest.importorskip("cupy")
 
 from cupy_gdelta.gpu import (  # noqa: E402
+    delta_grad,
+    delta_grad_tile,
     linear,
     linear32,
     linear_grad,
@@ -68,6 +70,8 @@ def instantiations(
         "linear_sm90": set(),
         "linear_grad": set(),
         "recurrent_grad": set(),
+        "delta_grad": set(),
+        "delta_grad32": set(),
         "step": set(),
     }
     engines = (False, True) if arch == "sm_90a" else (False,)
@@ -100,7 +104,9 @@ def instantiations(
         if back.kernel == "linear_grad":
             for shared in (False, True):
                 found[back.kernel].update(linear_grad.expressions(back.tile, shared))
-            back = plan.choose_grad_by_tokens(*sizes, shared_limit=shared_limit)
+        elif back.kernel == "delta_grad":
+            found[back.tile.stem] |= delta_grad_instantiations(dtype, K, back.tile)
+        back = plan.choose_grad_by_tokens(*sizes, shared_limit=shared_limit)
         blocks = -(-V // back.tile.block_cols)
         for unit in normalise if rule == "delta" else (False,):
             found[back.kernel] |= {
@@ -109,6 +115,13 @@ def instantiations(
             }
         found["step"].update(step_instantiations(rule, dtype, K, V, bytes_, normalise))
     return {stem: sorted(expressions) for stem, expressions in found.items()}
+
+
+def delta_grad_instantiations(dtype, K, tile) -> set[str]:
+    """All kernels of a tile, for heads of their own and for shared ones."""
+    found = {e for direct in (False, True) for e in delta_grad.expressions(tile, direct)}
+    finish = recurrent_grad.finish_expression(dtype, "float32", True, K, 1)
+    return found | {f"{tile.stem}_units<{K}>", finish}
 
 
 def step_instantiations(rule, dtype, K, V, bytes_, normalise) -> list[str]:
@@ -165,6 +178,21 @@ def test_chunks_of_gradients_stay_in_registers(arch):
     sizes = {"shapes": [(24, 24), (64, 64)], "dtypes": ["float32", "bfloat16"]}
     found = instantiations(**FEW | sizes | tokens)
     assert_in_registers({"linear_grad": found["linear_grad"]}, arch)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
+def test_chunked_gradients_of_the_delta_rule_stay_in_registers(arch):
+    made, made32 = delta_grad_tile.DeltaGradTile, delta_grad_tile.DeltaGradTile32
+    tiles = [made(64, 64, 64, 2, True), made(128, 128, 64, 3, True), made(128, 128, 32, 2, True)]
+    tiles += [made32(64, 64, 64, 2, True), made32(64, 64, 32, 2, True)]
+    found: dict[str, list[str]] = {}
+    limit = 99 * 1024
+    for tile in tiles:
+        if max(tile.walk_bytes, tile.token_bytes) > limit and arch == "sm_120":
+            continue  # no plan chooses it
+        found.setdefault(tile.stem, []).extend(delta_grad.expressions(tile, True))
+    assert_in_registers({stem: sorted(set(names)) for stem, names in found.items()}, arch)
 
 
 @pytest.mark.slow
