@@ -66,6 +66,11 @@ struct Barrier {
 
   void init(int arrivals) { put({0, arrivals, arrivals, 0}); }
   void arrive() { arrive_and_expect(0); }
+  void arrive_after_copies() {  // which come at once
+    simt::copy_commit();
+    simt::copy_wait(0);
+    arrive();
+  }
   void arrive_and_expect(int bytes) {
     simt::barrier_access(this, true);
     State s = get();
