@@ -131,13 +131,6 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const unsigned (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x, of which the compiler knows nothing: what depends on it is not kept in registers from one
-// round of a loop to the next.
-__device__ __forceinline__ int anew(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }

@@ -15,6 +15,7 @@ nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type
 pytest.importorskip("cupy")
 
 from cupy_gdelta.gpu import (  # noqa: E402
+    delta32,
     delta_grad,
     delta_grad_tile,
     linear,
@@ -67,6 +68,7 @@ def instantiations(
         "recurrent": set(),
         "linear": {"scan_pieces"},
         "linear32": {"scan_pieces"},
+        "delta32": set(),
         "linear_sm90": set(),
         "linear_grad": set(),
         "recurrent_grad": set(),
@@ -94,6 +96,8 @@ def instantiations(
             expressions = [
                 linear32.expression(tile, output) for tile in tiles for output in (True, False)
             ]
+        elif chosen.kernel == "delta32":
+            expressions = [delta32.expression(chosen.tile, unit) for unit in normalise]
         else:
             expressions = [
                 recurrent.expression(rule, dtype, chosen.sums, unit, K, V, chosen.tile)
@@ -168,7 +172,7 @@ def test_chunks_of_32_tokens_stay_in_registers(arch):
     ):
         sizes = {"shapes": shapes, "dtypes": [dtype], "precision": precision}
         found = instantiations(**FEW | sizes | tokens)
-        assert_in_registers({"linear32": found["linear32"]}, arch)
+        assert_in_registers({stem: found[stem] for stem in ("linear32", "delta32")}, arch)
 
 
 @pytest.mark.timeout(600)

@@ -59,10 +59,28 @@ def test_the_whole_chip_is_used_when_heads_are_few():
 )
 def test_long_sums_are_made_in_float64(dtype, log_gate, longest):
     for T, sums in ((longest, "float32"), (longest + 1, "float64")):
-        chosen = plan.choose("delta", dtype, T, 8, 64, 64, 132, log_gate=log_gate)
+        chosen = plan.choose("delta", dtype, T, 8, 200, 64, 132, log_gate=log_gate)
         assert chosen.sums == sums
         assert sums in chosen.reason
     assert plan.choose("delta", "float64", 8, 8, 64, 64, 132).sums == "float64"
+
+
+@pytest.mark.parametrize("limit", [SMALLEST_SHARED_LIMIT, 163 * 1024, plan.SHARED_LIMIT])
+def test_chunks_of_the_delta_rule_fit(limit):
+    for K in HEAD_DIMS:
+        for V in HEAD_DIMS:
+            for aligned in (16, 4):
+                sizes = (1000, 100, K, V, 132, aligned)
+                chosen = plan.choose("delta", "float32", *sizes, shared_limit=limit)
+                tile = chosen.tile
+                assert tile.shared_bytes <= limit
+                if chosen.kernel == "recurrent":
+                    assert K > 128 or limit < plan.SHARED_LIMIT
+                    continue
+                assert tile.threads <= 512
+                assert K % tile.wide == V % tile.wide == 0
+                assert tile.stages > tile.slots >= tile.teams
+                assert tile.cols * tile.col_blocks >= V
 
 
 def test_plans_say_why():

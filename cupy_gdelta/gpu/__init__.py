@@ -29,6 +29,7 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
     ) from error
 
 from . import (
+    delta32,
     delta_grad,
     linear,
     linear32,
@@ -45,6 +46,7 @@ from . import (
 __all__ = [
     "advance",
     "backward",
+    "delta32",
     "delta_grad",
     "forward",
     "linear",
@@ -160,6 +162,7 @@ def _offsets(p: Problem) -> tuple[View | None, int]:
 
 _LAUNCH = {
     "recurrent": recurrent.launch,
+    "delta32": delta32.launch,
     "linear": linear.launch,
     "linear32": linear32.launch,
     "linear_sm90": linear_sm90.launch,

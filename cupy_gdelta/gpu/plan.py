@@ -11,10 +11,19 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE, View
-from . import chunks, chunks32, chunks_grad, delta_grad_tile, grad_tiles, warpgroups
+from . import (
+    chunks,
+    chunks32,
+    chunks_grad,
+    delta_chunks32,
+    delta_grad_tile,
+    grad_tiles,
+    warpgroups,
+)
 from .chunks import ChunkTile
 from .chunks32 import Tile32
 from .chunks_grad import ChunkGradTile
+from .delta_chunks32 import DeltaTile32
 from .delta_grad_tile import DeltaGradTile
 from .grad_tiles import GradTile
 from .warpgroups import WarpgroupTile
@@ -55,7 +64,16 @@ class Plan:
 
     kernel: str
     sums: str  # dtype that sums are made in
-    tile: Tile | ChunkTile | Tile32 | WarpgroupTile | GradTile | ChunkGradTile | DeltaGradTile
+    tile: (
+        Tile
+        | ChunkTile
+        | Tile32
+        | DeltaTile32
+        | WarpgroupTile
+        | GradTile
+        | ChunkGradTile
+        | DeltaGradTile
+    )
     reason: str
 
 
@@ -106,6 +124,10 @@ def choose(
         split = chunks32.best_tile(*sizes, *how)
         if split is not None:
             return Plan("linear32", "float32", split, f"chunks on tensor cores, {split.reason}")
+    if rule == "delta" and dtype == "float32":
+        own = delta_chunks32.best_tile(T, K, V, aligned == 16, precision, shared_limit)
+        if own is not None:
+            return Plan("delta32", "float32", own, f"chunks on tensor cores, {own.reason}")
     made_in, why = sums(dtype, T, log_gate)
     return _choose(rule, dtype, made_in, why, items, K, V, multiprocessors, aligned)
 
