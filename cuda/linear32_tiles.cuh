@@ -17,8 +17,6 @@ template <class In, int kProducts, int kStateBox, int kTilesDown, int kTilesAcro
 struct StateTiles {
   float x[kTilesDown][kTilesAcross][4];
   float carry[kTilesDown][kTilesAcross][4];  // what roundings took from x
-  // Of few tiles each is a sum of four: chains of products that wait for each other are short.
-  static constexpr int kSums = kTilesDown * kTilesAcross <= 4 ? 4 : 1;
 
   // f(value, row of K, column of V), both counted from those of the warp.
   template <class F>
@@ -80,7 +78,6 @@ struct StateTiles {
       for (int n = 0; n < kTilesAcross; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) carry[m][n][i] = whole * carry[m][n][i] + rest * x[m][n][i];
-    float sums[2][2][kTilesDown][kTilesAcross][4] = {};
 #pragma unroll(kWild ? 1 : kChunk / kBlock)
     for (int block = 0; block < kChunk / kBlock; block++) {
       Four<kProducts> left[kTilesDown][2];
@@ -101,10 +98,7 @@ struct StateTiles {
       }
 #pragma unroll
       add_products<Given<In, kProducts>, kStatePairs, kTilesAcross>(
-          left, keys, block,
-          [&](int pass, int m, int n) -> float (&)[4] {
-            return kSums == 1 ? carry[m][n] : sums[kWild ? 0 : block][pass % 2][m][n];
-          },
+          left, keys, block, [&](int, int m, int n) -> float (&)[4] { return carry[m][n]; },
           [](int, int) { return true; });
     }
 #pragma unroll
@@ -114,12 +108,7 @@ struct StateTiles {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float before = x[m][n][i];
-          float added = carry[m][n][i];
-          if (kSums > 1) {
-            float sum = sums[0][0][m][n][i] + sums[0][1][m][n][i];
-            if (!kWild) sum += sums[1][0][m][n][i] + sums[1][1][m][n][i];
-            added += sum;
-          }
+          const float added = carry[m][n][i];
           const float after = fmaf(whole, before, added);
           carry[m][n][i] = fmaf(whole, before, -after) + added;
           x[m][n][i] = after;
