@@ -43,9 +43,9 @@ struct GateRing {
     cp_async_commit();
   }
 
-  __device__ __forceinline__ void fill(Decay& decay, int slot, const CallArgs& a, long long left,
-                                       int lane) const {
-    float g[2], b[2];
+  // A lane's two gates and betas; past the last of the tokens left: gate 1, beta 0.
+  __device__ __forceinline__ void read(float (&g)[2], float (&b)[2], int slot, const CallArgs& a,
+                                       long long left, int lane) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const bool real = 2 * lane + i < left;
@@ -53,6 +53,12 @@ struct GateRing {
       g[i] += g[i] - g[i];  // NaN where infinite: decays are kept from overflow, this is to show
       b[i] = real ? value(beta[slot][2 * lane + i], a.beta_kind) : 0.f;
     }
+  }
+
+  __device__ __forceinline__ void fill(Decay& decay, int slot, const CallArgs& a, long long left,
+                                       int lane) const {
+    float g[2], b[2];
+    read(g, b, slot, a, left, lane);
     decay.fill(lane, g[0], g[1], b[0], b[1]);
   }
 

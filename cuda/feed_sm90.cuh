@@ -1,9 +1,8 @@
 // What the roles of linear_sm90.cu share, and the one that feeds: copies of q, k and v, and decays.
 #pragma once
 #include "chunk.cuh"
+#include "warpgroups.cuh"
 
-constexpr int kGroup = 128;         // threads of a warpgroup
-constexpr int kTile = kChunk * 64;  // 16-bit numbers of a tile of 64 rows
 constexpr int kDecayWarps = 3;
 constexpr int kSure = kDecayWarps;  // chunks that a first pass takes in, if there are so many
 
@@ -51,17 +50,6 @@ struct Shared {
   // them, and when each is known.
   Barrier counted, judged;
   int needed, again;
-};
-
-// One of n things by turns, and how often it has been come back to, modulo 2.
-template <int n>
-struct Turn {
-  int slot = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++slot == n) slot = 0, parity ^= 1;
-  }
 };
 
 // The first of two turns that began together, by the second where they are the same.

@@ -185,6 +185,18 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// blockIdx.x, read again: nothing is kept of it in the meantime.
+__device__ __forceinline__ int block_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+// x, of which the compiler no longer knows where it came from.
+__device__ __forceinline__ int forget(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Barriers in shared memory, and what sm_90a adds: copies of tiles by the copy engine, products of
 // whole warpgroups (wgmma), and registers moved between warpgroups.
 
@@ -295,12 +307,19 @@ __device__ __forceinline__ void set_registers() {
 }
 
 // Four 8 x 8 tiles of 16-bit numbers; lane l gives the address of row l % 8 of tile l / 8.
+template <bool kTransposed = false>
 __device__ __forceinline__ void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2,
                                             unsigned r3) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-      : "memory");
+  if constexpr (kTransposed)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
 }
 
 // Tiles in shared memory are rows of 64 16-bit numbers, 128 bytes, whose eight vectors of 16 bytes
@@ -318,6 +337,11 @@ __device__ __forceinline__ unsigned long long factor(const void* tile, int leadi
   const unsigned long long at = shared_address(tile) / 16;
   return at | static_cast<unsigned long long>(leading_bytes / 16) << 16 |
          static_cast<unsigned long long>(1024 / 16) << 32 | 1ull << 62;
+}
+
+// The same from so many 16-bit numbers later on, a multiple of 8.
+__device__ __forceinline__ unsigned long long later(unsigned long long factor, int numbers) {
+  return factor + numbers / 8;
 }
 
 // Before a product's registers or shared memory are touched by wgmma, and after they have been.
@@ -353,6 +377,9 @@ __device__ __forceinline__ unsigned after(float result, unsigned zero) {
       "+f"(x[i + 21]), "+f"(x[i + 22]), "+f"(x[i + 23]), "+f"(x[i + 24]), "+f"(x[i + 25]),    \
       "+f"(x[i + 26]), "+f"(x[i + 27]), "+f"(x[i + 28]), "+f"(x[i + 29]), "+f"(x[i + 30]),    \
       "+f"(x[i + 31])
+#define NEW_REGISTERS_8(x, i)                                                                 \
+  "=f"(x[i]), "=f"(x[i + 1]), "=f"(x[i + 2]), "=f"(x[i + 3]), "=f"(x[i + 4]), "=f"(x[i + 5]), \
+      "=f"(x[i + 6]), "=f"(x[i + 7])
 #define NUMBERS_32                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -399,7 +426,19 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const unsigned (&a)[4],
                : REGISTERS_32(d, 0), REGISTERS_32(d, 32)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kRows ? 1 : 0));
 }
+// d = a b in registers that held nothing before: 64 columns, b's sum along its columns.
+__device__ __forceinline__ void wgmma_first(float (&d)[32], const unsigned (&a)[4],
+                                            unsigned long long b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NUMBERS_32
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+      : NEW_REGISTERS_8(d, 0), NEW_REGISTERS_8(d, 8), NEW_REGISTERS_8(d, 16),
+        NEW_REGISTERS_8(d, 24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 #undef REGISTERS_32
+#undef NEW_REGISTERS_8
 #undef NUMBERS_32
 #undef NUMBERS_64
 

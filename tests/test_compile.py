@@ -15,9 +15,11 @@ nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type
 pytest.importorskip("cupy")
 
 from cupy_gdelta.gpu import (  # noqa: E402
+    delta,
     delta32,
     delta_grad,
     delta_grad_tile,
+    delta_sm90,
     linear,
     linear32,
     linear_grad,
@@ -75,6 +77,8 @@ def instantiations(
         "delta_grad": set(),
         "delta_grad32": set(),
         "step": set(),
+        "delta": set(),
+        "delta_sm90": set(),
     }
     engines = (False, True) if arch == "sm_90a" else (False,)
     shared_limit = (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
@@ -98,6 +102,13 @@ def instantiations(
             ]
         elif chosen.kernel == "delta32":
             expressions = [delta32.expression(chosen.tile, unit) for unit in normalise]
+        elif chosen.kernel == "delta":
+            expressions = [delta.expression(K, V, chosen.tile, unit) for unit in normalise]
+        elif chosen.kernel == "delta_sm90":
+            tiles = [replace(chosen.tile, pieces=pieces) for pieces in (1, 2)]
+            expressions = [
+                delta_sm90.expression(tile, unit) for tile in tiles for unit in normalise
+            ]
         else:
             expressions = [
                 recurrent.expression(rule, dtype, chosen.sums, unit, K, V, chosen.tile)

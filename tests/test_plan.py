@@ -62,7 +62,7 @@ def test_long_sums_are_made_in_float64(dtype, log_gate, longest):
         chosen = plan.choose("delta", dtype, T, 8, 200, 64, 132, log_gate=log_gate)
         assert chosen.sums == sums
         assert sums in chosen.reason
-    assert plan.choose("delta", "float64", 8, 8, 64, 64, 132).sums == "float64"
+    assert plan.choose("delta", "float64", 8, 8, 6, 64, 132).sums == "float64"
 
 
 @pytest.mark.parametrize("limit", [SMALLEST_SHARED_LIMIT, 163 * 1024, plan.SHARED_LIMIT])

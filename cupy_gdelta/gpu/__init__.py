@@ -29,8 +29,10 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
     ) from error
 
 from . import (
+    delta,
     delta32,
     delta_grad,
+    delta_sm90,
     linear,
     linear32,
     linear_grad,
@@ -46,8 +48,10 @@ from . import (
 __all__ = [
     "advance",
     "backward",
+    "delta",
     "delta32",
     "delta_grad",
+    "delta_sm90",
     "forward",
     "linear",
     "linear32",
@@ -87,6 +91,7 @@ def forward(p: Problem, y: View, state: View | None) -> None:
             shared_limit,
             hopper and all(tensormap.fits(x) for x in (q, k, v, target)),
             p.precision,
+            offsets is not None,
         )
         given = p.initial_state
         if given is not None and chosen.kernel == "linear_sm90":
@@ -166,6 +171,8 @@ _LAUNCH = {
     "linear": linear.launch,
     "linear32": linear32.launch,
     "linear_sm90": linear_sm90.launch,
+    "delta": delta.launch,
+    "delta_sm90": delta_sm90.launch,
 }
 _LAUNCH_GRAD = {
     "linear_grad": linear_grad.launch,

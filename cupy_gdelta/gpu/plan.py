@@ -17,7 +17,9 @@ from . import (
     chunks_grad,
     delta_chunks32,
     delta_grad_tile,
+    delta_tile,
     grad_tiles,
+    keepers,
     warpgroups,
 )
 from .chunks import ChunkTile
@@ -25,7 +27,9 @@ from .chunks32 import Tile32
 from .chunks_grad import ChunkGradTile
 from .delta_chunks32 import DeltaTile32
 from .delta_grad_tile import DeltaGradTile
+from .delta_tile import DeltaTile
 from .grad_tiles import GradTile
+from .keepers import KeeperTile
 from .warpgroups import WarpgroupTile
 
 STATE_WORDS = 32  # 4-byte registers a thread may spend on its part of the state
@@ -70,6 +74,8 @@ class Plan:
         | Tile32
         | DeltaTile32
         | WarpgroupTile
+        | DeltaTile
+        | KeeperTile
         | GradTile
         | ChunkGradTile
         | DeltaGradTile
@@ -103,12 +109,14 @@ def choose(
     shared_limit: int = SHARED_LIMIT,
     copied: bool = False,
     precision: str = "highest",
+    packed: bool = False,
 ) -> Plan:
     """Plan for ``items`` = N * H independent recurrences of at most T tokens.
 
     ``aligned`` is the largest power of two, up to 16, that divides the address of every row of q,
     k, v and y, in bytes; ``shared_limit`` the bytes of shared memory that a block may have;
-    ``copied`` whether the device is Hopper and its copy engine can read and write these arrays.
+    ``copied`` whether the device is Hopper and its copy engine can read and write these arrays;
+    ``packed`` whether the sequences may differ in length.
     """
     if rule == "linear" and dtype == "bfloat16" and copied:
         wide = warpgroups.best_tile(T, items, K, V, multiprocessors, shared_limit)
@@ -128,6 +136,14 @@ def choose(
         own = delta_chunks32.best_tile(T, K, V, aligned == 16, precision, shared_limit)
         if own is not None:
             return Plan("delta32", "float32", own, f"chunks on tensor cores, {own.reason}")
+    if rule == "delta" and dtype == "bfloat16" and copied:
+        kept = keepers.best_tile(T, items, K, V, multiprocessors, packed, shared_limit)
+        if kept is not None:
+            return Plan("delta_sm90", "float32", kept, f"chunks on warpgroups, {kept.reason}")
+    if rule == "delta" and dtype == "bfloat16":
+        walk = delta_tile.best_tile(T, items, K, V, multiprocessors, aligned == 16, shared_limit)
+        if walk is not None:
+            return Plan("delta", "float32", walk, "chunks on tensor cores, whole sequences")
     made_in, why = sums(dtype, T, log_gate)
     return _choose(rule, dtype, made_in, why, items, K, V, multiprocessors, aligned)
 

@@ -175,22 +175,27 @@ inline void wait_stores() {}
 
 inline int afresh(int x) { return x; }
 
-inline void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
+template <bool kTransposed = false>
+void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
   struct Part {
     void* row;
     unsigned r[4];
   } mine = {row, {r0, r1, r2, r3}}, all[32];
   simt::gather(~0u, &mine, all, sizeof mine, {"stmatrix_x4", file, line});
-  for (int m = 0; m < 4; m++) {
-    unsigned short* const to =
-        (unsigned short*)all[m * 8 + simt::lane / 4].row + simt::lane % 4 * 2;
-    to[0] = mine.r[m] & 0xffff;
-    to[1] = mine.r[m] >> 16;
-  }
+  const int far = simt::lane / 4, near = simt::lane % 4 * 2;
+  for (int m = 0; m < 4; m++)
+    for (int i = 0; i < 2; i++) {
+      const int r = kTransposed ? near + i : far, c = kTransposed ? far : near + i;
+      ((unsigned short*)all[m * 8 + r].row)[c] = mine.r[m] >> 16 * i & 0xffff;
+    }
 }
 
 inline unsigned long long factor(const void* tile, int leading_bytes = 16) {
   return (unsigned long long)tile | (unsigned long long)(leading_bytes / 16) << 48;
+}
+
+inline unsigned long long later(unsigned long long factor, int numbers) {
+  return factor + 2 * numbers;
 }
 
 inline void wgmma_begin() {}
@@ -210,6 +215,8 @@ void wgmma_wait() {
 template <int n>
 void settle(float (&)[n]) {}
 
+inline int block_index() { return blockIdx.x; }
+inline int forget(int x) { return x; }
 inline unsigned after(float, unsigned zero) { return zero; }
 
 namespace hopper {
@@ -257,6 +264,15 @@ void multiply(float (&d)[n], unsigned long long b, bool fresh, Left left) {
   });
 }
 
+// A left factor in the registers of a warp, as they were.
+inline auto left(const std::vector<unsigned>& all) {
+  const int lane = simt::lane;
+  return [=](int low, int k) {
+    const unsigned x = all[(lane / 4 * 4 + k % 8 / 2) * 4 + low + k / 8 * 2];
+    return bfloat16_bits_to_float(k % 2 ? x >> 16 : x & 0xffff);
+  };
+}
+
 }  // namespace hopper
 
 template <bool kRows, int n>
@@ -273,9 +289,10 @@ template <bool kRows, int n>
 void wgmma(float (&d)[n], const unsigned (&a)[4], unsigned long long b, SIMT_HERE) {
   std::vector<unsigned> all(32 * 4);
   simt::gather(~0u, a, all.data(), sizeof a, {"wgmma", file, line});
-  const int lane = simt::lane;
-  hopper::multiply<kRows>(d, b, false, [=](int low, int k) {
-    const unsigned x = all[(lane / 4 * 4 + k % 8 / 2) * 4 + low + k / 8 * 2];
-    return bfloat16_bits_to_float(k % 2 ? x >> 16 : x & 0xffff);
-  });
+  hopper::multiply<kRows>(d, b, false, hopper::left(all));
+}
+inline void wgmma_first(float (&d)[32], const unsigned (&a)[4], unsigned long long b, SIMT_HERE) {
+  std::vector<unsigned> all(32 * 4);
+  simt::gather(~0u, a, all.data(), sizeof a, {"wgmma_first", file, line});
+  hopper::multiply<false>(d, b, true, hopper::left(all));
 }

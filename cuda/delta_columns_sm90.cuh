@@ -1,0 +1,155 @@
+// The delta rule's state in the registers of a warpgroup of sm_90a: 64 of its columns, transposed,
+// and what a chunk does with them. All products have their left factor in registers, so nothing of
+// a chunk goes from warp to warp.
+#pragma once
+#include "delta_feed_sm90.cuh"
+
+// Sums of 16 tokens of 64 columns, transposed, as left factors.
+__device__ __forceinline__ void pack_tokens(unsigned (&a)[4], const float* x) {
+  a[0] = pack_bfloat16(x[0], x[1]);
+  a[1] = pack_bfloat16(x[2], x[3]);
+  a[2] = pack_bfloat16(x[4], x[5]);
+  a[3] = pack_bfloat16(x[6], x[7]);
+}
+// What packing them has rounded off.
+__device__ __forceinline__ unsigned rest_of(float x, float y) {
+  const unsigned two = pack_bfloat16(x, y);
+  return pack_bfloat16(x - bfloat16_bits_to_float(two & 0xffff),
+                       y - bfloat16_bits_to_float(two >> 16));
+}
+__device__ __forceinline__ void pack_rest(unsigned (&a)[4], const float* x) {
+  a[0] = rest_of(x[0], x[1]);
+  a[1] = rest_of(x[2], x[3]);
+  a[2] = rest_of(x[4], x[5]);
+  a[3] = rest_of(x[6], x[7]);
+}
+
+// Number i of a thread is at row 16 warp + lane / 4 + i / 2 % 2 * 8 of what is transposed, and at
+// its column i / 4 * 8 + lane % 4 * 2 + i % 2.
+template <int K>
+struct StateColumns64 {
+  float s[K / 2];
+  int warp, lane;
+  int own;  // where in a tile this lane finds its columns of v, transposed, and leaves y
+
+  __device__ __forceinline__ StateColumns64(int w, int l)
+      : warp(w), lane(l), own(swizzled(l / 16 * 8 + l % 8, w * 2 + l / 8 % 2)) {}
+
+  // f(number, row, column) of the state.
+  template <class F>
+  __device__ __forceinline__ void each(int at_lane, F f) {
+    const int row = at_lane % 4 * 2, col = warp * 16 + at_lane / 4;
+#pragma unroll
+    for (int i = 0; i < K / 2; i++) f(s[i], row + i / 4 * 8 + i % 2, col + i / 2 % 2 * 8);
+  }
+
+  // u = (K S)^T and o = (Q S)^T, both begun and not waited for; the state decays.
+  __device__ __forceinline__ void read(float (&u)[32], float (&o)[32],
+                                       unsigned (&rounded)[K / 16][4], const unsigned short* q,
+                                       const unsigned short* k) {
+#pragma unroll
+    for (int i = 0; i < K / 16; i++) pack_tokens(rounded[i], s + 8 * i);
+    wgmma_begin();
+    multiply_rows(u, rounded, k);
+    wgmma_commit();
+    multiply_rows(o, rounded, q);
+    wgmma_commit();
+  }
+
+  // From u and v, diag(beta) (V - diag(d) K S), transposed and rounded.
+  template <bool kRest>
+  __device__ __forceinline__ void find_errors(unsigned (&x)[kBlocks][4],
+                                              unsigned (&rest)[kBlocks][4], float (&u)[32],
+                                              const unsigned short* v,
+                                              const TokenWeights& weights) const {
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) {
+      unsigned vt[4];
+      ldmatrix_x4<true>(vt, v + own + j * kBlock * 64);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float2 from = pair(weights.from, j, half);
+        const float2 beta = pair(weights.beta, j, half);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float* const two = u + 8 * j + 4 * half + 2 * i;
+          const unsigned value = vt[2 * half + i];
+          two[0] = beta.x * (bfloat16_bits_to_float(value & 0xffff) - from.x * two[0]);
+          two[1] = beta.y * (bfloat16_bits_to_float(value >> 16) - from.y * two[1]);
+        }
+      }
+      pack_tokens(x[j], u + 8 * j);
+      if (kRest) pack_rest(rest[j], u + 8 * j);
+    }
+  }
+
+  // Times what a token is weighed with.
+  __device__ __forceinline__ void weigh(float (&x)[32], const float* by) const {
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const float2 w = pair(by, n / 2, n % 2);
+      x[4 * n] *= w.x, x[4 * n + 1] *= w.y, x[4 * n + 2] *= w.x, x[4 * n + 3] *= w.y;
+    }
+  }
+  __device__ __forceinline__ float2 pair(const float* weights, int block, int half) const {
+    return *reinterpret_cast<const float2*>(weights + block * kBlock + half * 8 + lane % 4 * 2);
+  }
+
+  // Outputs into a tile, tokens down again.
+  __device__ __forceinline__ void put_outputs(unsigned short* to, const float (&o)[32]) const {
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) {
+      unsigned two[4];
+      pack_tokens(two, o + 8 * j);
+      stmatrix_x4<true>(to + own + j * kBlock * 64, two[0], two[1], two[2], two[3]);
+    }
+  }
+
+  // c = (left)^T rows^T for the 64 rows of K numbers.
+  static __device__ __forceinline__ void multiply_rows(float (&c)[32],
+                                                       const unsigned (&left)[K / 16][4],
+                                                       const unsigned short* rows) {
+    const unsigned long long right = factor(rows);
+    wgmma_first(c, left[0], right);
+#pragma unroll
+    for (int i = 1; i < K / 16; i++)
+      wgmma<false>(c, left[i], later(right, i / 4 * kTile + i % 4 * 16));
+  }
+  // d (+)= left^T table^T
+  template <bool kFirst>
+  static __device__ __forceinline__ void multiply_table(float (&d)[32],
+                                                        const unsigned (&left)[kBlocks][4],
+                                                        const unsigned short* table) {
+    const unsigned long long right = factor(table);
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++)
+      if (kFirst && j == 0)
+        wgmma_first(d, left[0], right);
+      else
+        wgmma<false>(d, left[j], later(right, j * 16));
+  }
+  // d += left^T rests^T, at once
+  static __device__ __forceinline__ void multiply_rests(float (&d)[32],
+                                                        const unsigned (&left)[kBlocks][4],
+                                                        const uint4 (&rests)[kLowerBlocks][32],
+                                                        int lane) {
+#pragma unroll
+    for (int r = 0; r < kBlocks; r++) {
+      float sum[2][4] = {};
+#pragma unroll
+      for (int c = 0; c <= r; c++) {
+        const uint4 b = rests[lower(r, c)][lane];
+        multiply(sum, left[c], {b.x, b.y, b.z, b.w});
+      }
+#pragma unroll
+      for (int i = 0; i < 8; i++) d[8 * r + i] += sum[i / 4][i % 4];
+    }
+  }
+  // S^T += left^T K
+  __device__ __forceinline__ void add_keys(const unsigned (&left)[kBlocks][4],
+                                           const unsigned short* k) {
+    const unsigned long long right = factor(k, 2 * kTile);
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) wgmma<true>(s, left[j], later(right, j * kBlock * 64));
+  }
+};

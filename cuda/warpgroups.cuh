@@ -1,0 +1,17 @@
+// What kernels for sm_90a share whose warpgroups have roles.
+#pragma once
+#include "decay.cuh"
+
+constexpr int kGroup = 128;         // threads of a warpgroup
+constexpr int kTile = kChunk * 64;  // 16-bit numbers of a tile of 64 rows
+
+// One of n things by turns, and how often it has been come back to, modulo 2.
+template <int n>
+struct Turn {
+  int slot = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++slot == n) slot = 0, parity ^= 1;
+  }
+};
