@@ -56,9 +56,9 @@ struct Shape {
   static constexpr int kQuery = kKeyTiles * kTile;  // 16-bit numbers
   static constexpr int kStage = 2 * kQuery + kTile;
   // In all 512 for the four warpgroups.
-  static constexpr int kFeedRegisters = 64;
-  static constexpr int kPrepareRegisters = K == 64 ? 128 : 120;
-  static constexpr int kStateRegisters = K == 64 ? 192 : 208;
+  static constexpr int kFeedRegisters = K == 64 ? 56 : 64;
+  static constexpr int kPrepareRegisters = K == 64 ? 136 : 120;
+  static constexpr int kStateRegisters = K == 64 ? 184 : 208;
 };
 
 // Everything in shared memory, from a multiple of 1024 bytes on.

@@ -37,15 +37,15 @@ struct Preparer {
     // group's
     if (kStages % kPreparers && at > 0) wait_for(at - 1);
     wait_for(at);
-    const bool wild = fresh().put_errors();
-    fresh().invert_diagonal(diagonal, wild);
+    fresh().put_errors();
+    fresh().invert_diagonal(diagonal);
     unsigned rounded[4];
     pack_left(rounded, diagonal);
-    fresh().put_block(to().scores, r, rounded);
+    put_block(to().scores, r, rounded);
     meet();
     if (__builtin_expect(strain().any(), 0)) {
       wait_for_rests();
-      fresh().complete_carefully(diagonal, wild);
+      fresh().complete_carefully(diagonal);
       fresh().multiply_rows(scores, queries(), keys());
       wgmma_wait<0>();
       settle(scores);
@@ -123,13 +123,13 @@ struct Preparer {
   }
 
   // A below the diagonal, rounded, to where the scores will lie, with what is rounded off where
-  // rests of scores will lie; on the diagonal, as it is, to the scratch. Whether decays are wild.
-  __device__ __forceinline__ bool put_errors() const {
+  // rests of scores will lie; on the diagonal, as it is, to the scratch.
+  __device__ __forceinline__ void put_errors() const {
     float kk[32];
     multiply_rows(kk, keys(), keys());
-    const bool wild = weights().decay.wild;
     wgmma_wait<0>();
     settle(kk);
+    const bool wild = weights().decay.wild;
     if (__builtin_expect(wild, 0))
       weigh<true, true>(kk);
     else
@@ -139,7 +139,6 @@ struct Preparer {
     if (lane == 0) strain().rows[r] = careful;
     if (__builtin_expect(careful, 0)) wait_for_rests();
     fresh().put_rows(kk, careful);
-    return wild;
   }
   __device__ __forceinline__ void put_rows(const float (&kk)[32], bool careful) const {
     float* const block = scratch() + lane / 4 * kDiagonalRow + lane % 4 * 2;
@@ -226,11 +225,11 @@ struct Preparer {
   }
 
   // (I + A)^-1 of the block on the diagonal, as mma leaves it.
-  __device__ __forceinline__ void invert_diagonal(float (&inverse)[2][4], bool wild) const {
+  __device__ __forceinline__ void invert_diagonal(float (&inverse)[2][4]) const {
     float* const block = scratch();
     float x[kBlock];
     __syncwarp();
-    if (__builtin_expect(wild, 0))
+    if (__builtin_expect(weights().decay.wild, 0))
       substitute<true>(x, block);
     else
       substitute<false>(x, block);
@@ -322,8 +321,8 @@ struct Preparer {
   }
 
   // The same with 16 bits of each number.
-  __device__ __forceinline__ void complete_carefully(const float (&diagonal)[2][4],
-                                                     bool wild) const {
+  __device__ __forceinline__ void complete_carefully(const float (&diagonal)[2][4]) const {
+    const bool wild = weights().decay.wild;
     const unsigned zeros[4] = {};
     Split t[kBlocks];  // from the diagonal to the left
     if (!strain().rows[r])

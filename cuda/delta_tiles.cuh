@@ -100,7 +100,10 @@ struct StateColumns {
     for (int c = 0; c < kBlocks; c++) {
       Split left;
       left.template set<kExact>(w[c]);
-      if (kExact) add_lower(y, left.low, c, tables.scores, lane);
+      if (kExact) {
+        add_lower(y, left.high, c, tables.scores_rest, lane);
+        add_lower(y, left.low, c, tables.scores, lane);
+      }
       add_lower(y, left.high, c, tables.scores, lane);
     }
   }

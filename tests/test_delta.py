@@ -152,12 +152,12 @@ def test_every_barrier_has_its_plant():
             assert text.count(name) == planted, (file, name)
 
 
-def repeated(rng, dtype: str, beta: float) -> tuple[dict, np.ndarray]:
+def repeated(rng, dtype: str, beta: float, family: Family | None = None) -> tuple[dict, np.ndarray]:
     """One unit key at every token: the state keeps (1 - beta) of its row, and takes beta v."""
     x = accuracy.inputs(rng, T=130, K=64, V=16, H=1, gate="one")
     x["k"][...] = np.eye(64)[3]
     x["beta"] = np.full_like(x["beta"], beta)
-    x = Family("numpy").arrays(x, dtype)
+    x = (family or Family("numpy")).arrays(x, dtype)
     return x, reference.gated_delta_rule(**{n: host(a) for n, a in x.items()})[0]
 
 

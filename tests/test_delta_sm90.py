@@ -136,12 +136,10 @@ REPEATED = Case(64, 64, T=300, H=1, Hq=1)
 
 
 @needs_compiler
-@pytest.mark.parametrize("gate", [1.0, 0.9995, -1.0])
-@pytest.mark.parametrize("beta", [1.0, 2.0, 0.5, -0.05])
+@pytest.mark.parametrize("gate", [0.9995, -0.9995])
+@pytest.mark.parametrize("beta", [1.0, 2.0, 0.5, -5e-4])
 def test_one_key_again_and_again(beta, gate, kernels, rng):
     """Writes nearly cancel, all of them, and what outputs are made of does so too."""
-    if abs(gate * (1 - beta)) > 1:
-        pytest.skip("the state grows without bounds")
     x = accuracy.inputs(rng, T=300, K=64, V=64, H=1, gate="one")
     x["k"][...] = x["k"][:, :1]
     x["beta"][...], x["gate"][...] = beta, gate
@@ -153,8 +151,236 @@ def test_one_key_again_and_again(beta, gate, kernels, rng):
 
 
 @needs_compiler
+@pytest.mark.parametrize("beta", [1.0, 2.0, 0.5, -0.05])
+def test_one_key_that_is_exact(beta, kernels, rng):
+    x, expected = repeated(rng, "bfloat16", beta)
+    y, _ = on_this_cpu(kernels, Case(64, 16, T=130, H=1, Hq=1), x)
+    assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], "y")
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow(name, kernels):
     x, expected = wild_inputs(Family("numpy"), name, K=64)
     y, _ = on_this_cpu(kernels, Case(64, 64, T=100, H=1, Hq=1), x)
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], name)
+
+
+# Waits of one block. Left out: those of stores, which come at once here, and those for other blocks.
+WAIT = re.compile(r"(?:\.wait\(|wait_for_rests\(|wgmma_wait<[^>]*>\(|cp_async_wait<2>\()[^;]*;")
+FILES = (
+    "delta_feed_sm90.cuh",
+    "delta_prepare_sm90.cuh",
+    "delta_keep_sm90.cuh",
+)
+
+
+def waits() -> list[str]:
+    found = []
+    for file in FILES:
+        lines = (loader.folder() / file).read_text().splitlines()
+        found += [f"{file} {i} {x.strip()}" for i, x in enumerate(lines) if WAIT.search(x)]
+    return found
+
+
+# Waits that others imply, each with the reason.
+IMPLIED = {
+    # the keeper waits for the tables of a chunk, and whoever made them for its tokens and weights
+    "delta_keep_sm90.cuh": ("shared.weighed",),
+}
+
+
+def planted_cases() -> list[tuple[Case, dict]]:
+    """Several chunks an item and items a block, of random keys and of much the same ones."""
+    rng = np.random.default_rng(5)
+    unit = UNIT | {"cu_seqlens": [0, 390, 1000]}
+    cases = [Case(64, 64, T=1000, H=1, Hq=1, options=unit), Case(128, 64, T=500, H=2)]
+    found = [(case, random_inputs(case, rng, Family("numpy"))) for case in cases]
+    alike = Case(128, 64, T=600, H=1, Hq=1, gate="0.9995")
+    x = random_inputs(alike, rng, Family("numpy"))
+    x["k"][...] = x["k"][:, :1]
+    x["beta"][...] = 1.5
+    return [*found, (alike, x)]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wait", [x for x in waits() if "cp_async" not in x])
+def test_a_wait_left_out_is_caught(wait, tmp_path):
+    file, line, *_ = wait.split(" ")
+    if any(text in wait for text in IMPLIED.get(file, ())):
+        pytest.skip("implied by another wait")
+    for path in loader.folder().glob("*.cu*"):
+        shutil.copy(path, tmp_path)
+    planted = tmp_path / file
+    lines = planted.read_text().splitlines()
+    lines[int(line)] = re.sub(
+        r"[\w.\[\]() /%]*(?:\.wait\(|wait_for_rests\(|wgmma_wait<).*?;", ";", lines[int(line)]
+    )
+    planted.write_text("\n".join(lines) + "\n")
+    cases = planted_cases()
+    names = list(dict.fromkeys(case.expression for case, _ in cases))
+    broken = simt.Kernels(tmp_path / "delta_sm90.cu", names)
+
+    def run() -> None:
+        for order in simt.ORDERS:
+            for case, x in cases:
+                y, state = on_this_cpu(broken, case, x, grid=1, order=order)
+                verify(case, x, y, state, "planted")
+
+    with pytest.raises((simt.Fault, AssertionError)):
+        run()
+
+
+@needs_compiler
+def test_what_planted_faults_are_looked_for_in_is_right(kernels):
+    cases = planted_cases()
+    right = simt.Kernels(loader.folder() / "delta_sm90.cu", [c.expression for c, _ in cases])
+    for case, x in cases:
+        verify(case, x, *on_this_cpu(right, case, x, grid=1), "not planted")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_products_run_side_by_side_and_keep_their_factors(dim, pieces):
+    """wgmma reads registers late: what is written into them too early shows in the result."""
+    nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    if sass.disassembler() is None:
+        pytest.skip("nvdisasm is missing")
+    tile = keepers.best_tile(1000, 1000, dim, dim, 132, False, plan.SHARED_LIMIT)
+    expression = delta_sm90.expression(replace(tile, pieces=pieces), False)
+    source = loader.source("delta_sm90")
+    cubin, log = nvrtc.machine_code(source, [expression], "sm_90a", loader.OPTIONS)
+    assert "C75" not in log, "the compiler makes products wait for each other"
+    code = sass.disassemble(cubin)
+    assert sum(name.startswith("HGMMA") for name, _ in code) >= 4 * dim // 16 + 16
+    assert not sass.early_writes(code)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_tile_knows_the_kernel_s_size(dim):
+    """The bytes that a tile counts are those that the kernel has, by its own static_assert."""
+    nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
+    tile = keepers.best_tile(1000, 1000, dim, dim, 132, False, plan.SHARED_LIMIT)
+    source = loader.source("delta_sm90")
+    source += f"static_assert(sizeof(Shared<Shape<{dim}>, {tile.stages}>) == "
+    source += f"{tile.shared_bytes - 1024});\n"
+    assert nvrtc.usage(source, [delta_sm90.expression(tile, False)], "sm_90a", loader.OPTIONS)
+
+
+def test_tiles_fit_into_shared_memory_and_fill_the_chip():
+    for K in (33, 64, 65, 128):
+        for items, T in ((1, 100_000), (4, 32768), (16, 640), (32, 8192), (256, 4096)):
+            tile = keepers.best_tile(T, items, K, K, 132, False, plan.SHARED_LIMIT)
+            assert tile is not None
+            assert tile.K >= K
+            assert tile.shared_bytes <= plan.SHARED_LIMIT
+            assert tile.pieces * tile.piece_size >= T
+            blocks = tile.pieces * items * tile.column_blocks
+            assert tile.pieces == 1 or blocks <= 132, "all blocks run at once"
+    assert keepers.best_tile(32768, 4, 128, 128, 132, False, plan.SHARED_LIMIT).pieces == 16
+    assert keepers.best_tile(32768, 4, 128, 128, 132, True, plan.SHARED_LIMIT).pieces == 1
+    assert keepers.best_tile(1000, 64, 129, 64, 132, False, plan.SHARED_LIMIT) is None
+    assert keepers.best_tile(63, 64, 64, 64, 132, False, plan.SHARED_LIMIT) is None
+
+
+def test_hopper_is_chosen_where_the_copy_engine_reads():
+    for K, V, kernel in ((64, 64, "delta_sm90"), (128, 256, "delta_sm90"), (24, 64, "delta")):
+        assert plan.choose("delta", "bfloat16", 4096, 64, K, V, 132, copied=True).kernel == kernel
+        assert plan.choose("delta", "bfloat16", 4096, 64, K, V, 132).kernel == "delta"
+
+
+@hopper
+@pytest.mark.parametrize("case", WHOLE + PIECES, ids=str)
+def test_case_on_a_gpu(case, rng):
+    x = random_inputs(case, rng, Family("cupy"))
+    y, state = launch(case, x)
+    verify(case, x, y, state, "on a GPU")
+    for _ in range(20):
+        again = launch(case, x)
+        assert (again[0] == y).all(), "other bits"
+        assert (again[1] == state).all(), "other bits"
+
+
+@hopper
+@pytest.mark.parametrize("beta", [1.0, 2.0, 0.5, -0.05])
+def test_one_key_again_and_again_on_a_gpu(beta, rng):
+    x, expected = repeated(rng, "bfloat16", beta, Family("cupy"))
+    y, _ = launch(Case(64, 16, T=130, H=1, Hq=1), x)
+    assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], "y")
+
+
+@hopper
+@pytest.mark.parametrize("name", WILD)
+def test_products_of_gates_that_overflow_on_a_gpu(name):
+    x, expected = wild_inputs(Family("cupy"), name, K=64)
+    y, _ = launch(Case(64, 64, T=100, H=1, Hq=1), x)
+    assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], name)
+
+
+@hopper
+@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize(("T", "H", "D"), [(70, 300, 64), (8192, 2, 128), (2000, 7, 48)])
+def test_the_public_function_runs_it(T, H, D, unit, rng):
+    x = Family("cupy").arrays(accuracy.inputs(rng, T=T, H=H, K=D, V=D), "bfloat16")
+    chosen = plan.choose("delta", "bfloat16", T, H, D, D, 132, copied=True)
+    assert chosen.kernel == "delta_sm90"
+    options = {"qk_l2norm": True} if unit else {}
+    y, state = gated_delta_rule(**x, return_state=True, **options)
+    verify(Case(D, D, T=T, H=H, options=options), x, y, state, "called")
+
+
+@hopper
+@pytest.mark.parametrize("layout", ["heads first", "sliced", "reversed states"])
+def test_strided_arrays_are_read_in_place(layout, rng):
+    import cupy
+
+    case = Case(64, 64, T=333, H=6, Hq=6, B=2)
+    x = random_inputs(case, rng, Family("cupy"))
+    expected = gated_delta_rule(**x, return_state=True)
+    strided = dict(x)
+    if layout == "heads first":
+        for n in "qkv":
+            strided[n] = cupy.ascontiguousarray(x[n].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    elif layout == "sliced":
+        together = cupy.stack([x[n] for n in "qkv"], axis=2)
+        strided |= {n: together[:, :, i] for i, n in enumerate("qkv")}
+    else:
+        state = cupy.ascontiguousarray(x["initial_state"][:, :, ::-1, ::-1])
+        strided["initial_state"] = state[:, :, ::-1, ::-1]
+    assert all(tensormap.fits(arrays.take(strided[n])) for n in "qkv")
+    got = gated_delta_rule(**strided, return_state=True)
+    for a, b in zip(got, expected, strict=True):
+        assert (a == b).all()
+
+
+@hopper
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_nan_stays_in_its_sequence(D, rng):
+    """However many chunks a block has had, the last one of a sequence ends where it ends."""
+    import cupy
+
+    options = {"cu_seqlens": [0, 700, 1333, 2080]}
+    case = Case(D, D, T=2100, H=16, Hq=8, options=options)
+    x = random_inputs(case, rng, Family("cupy"))
+    y, state = launch(case, x)
+    for n in ("k", "v", "q", "gate"):
+        x[n][:, 700:1333] = np.nan
+    for _ in range(5):
+        bad_y, bad_state = launch(case, x)
+        for part in (slice(0, 700), slice(1333, 2100)):
+            assert (bad_y[:, part] == y[:, part]).all()
+        assert (bad_state[0] == state[0]).all()
+        assert (bad_state[2] == state[2]).all()
+        assert cupy.isnan(bad_y[:, 700:1333].astype("float32")).all()
+
+
+@hopper
+def test_a_head_that_forgets_nothing_among_those_that_do(rng):
+    """Its pieces wait for each other; the others' begin a little early, with no state."""
+    case = Case(64, 64, T=6400, H=4, Hq=4, pieces=5, gate="random")
+    x = random_inputs(case, rng, Family("cupy"))
+    x["gate"][:, 1000:, 2] = 1
+    x["gate"][:, :1000, 1] = 1e-3
+    verify(case, x, *launch(case, x), "mixed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 CHUNK = 64  # tokens
 MIN_K, MAX_K = 8, 128  # in fewer dimensions keys are too much alike for 16-bit numbers
 SHORTEST = 64  # tokens; shorter sequences are faster token by token
-TABLE_BYTES = 2 * (3 * 10 * 512 + 512 + 16) + (20 * 512 + 4 * 4 * 16 * 20)  # chunks, workbench
+TABLE_BYTES = 2 * (4 * 10 * 512 + 512 + 16) + (20 * 512 + 4 * 4 * 16 * 20)  # chunks, workbench
 TABLE_BYTES += 3 * (4 * (6 * 64 + 16 + 64 * 20 + 4) + 4 * 64) + 4 * 2 * 12 * 64  # weights, gates
 
 
