@@ -1,5 +1,5 @@
-// What the roles of delta_sm90.cu share, and the one that feeds: copies of q, k, v and y, and weights
-// of tokens.
+// What the roles of delta_sm90.cu share, and the one that feeds: copies of q, k, v and y, and
+// weights of tokens.
 #pragma once
 #include "chunk.cuh"
 #include "inverse.cuh"
@@ -110,8 +110,9 @@ __device__ __forceinline__ float log_decay(const CallArgs& a, int b, int h, int 
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     Scalar<bfloat16_t> gate;
-    gate.load(a.gate, b * a.gate_stride[0] + (t + 2 * lane + i) * a.gate_stride[1] +
-                          h * a.gate_stride[2], a.gate_kind);
+    gate.load(a.gate,
+              b * a.gate_stride[0] + (t + 2 * lane + i) * a.gate_stride[1] + h * a.gate_stride[2],
+              a.gate_kind);
     sum += log2f(fabsf(gate.value<float>(a.gate_kind)));
   }
 #pragma unroll
@@ -143,8 +144,12 @@ struct Feed {
   int b, h, column_block, start, stop;
 
   __device__ __forceinline__ Feed(const CallArgs& call, const Item& w, int warm_up)
-      : a(call), b(w.b), h(w.h), column_block(w.column_block),
-        start(w.start - warm_up * kChunk), stop(w.stop) {}
+      : a(call),
+        b(w.b),
+        h(w.h),
+        column_block(w.column_block),
+        start(w.start - warm_up * kChunk),
+        stop(w.stop) {}
 
   __device__ __forceinline__ void fetch_gates(GateRing& gates, int c, int lane) const {
     const int t = start + c * kChunk;

@@ -31,7 +31,10 @@ struct Keeper {
 
   __device__ __forceinline__ Keeper(Shared<S, kStages>& memory, const CallArgs& call,
                                     const DeltaPieceArgs& pieces)
-      : shared(memory), a(call), cut(pieces), thread(threadIdx.x % kGroup),
+      : shared(memory),
+        a(call),
+        cut(pieces),
+        thread(threadIdx.x % kGroup),
         state(thread / 32, thread % 32) {}
 
   // The next chunk, with its outputs in place of v.
@@ -126,16 +129,16 @@ struct Keeper {
   // The first state of an item; returns the chunks to come.
   __device__ __forceinline__ int begin(int index) {
     const Item w(a, cut, index);
-    const int col0 = w.column_block * 64, warm = kPieces ? shared.warm_chunks : 0, lane = forget(state.lane);
+    const int col0 = w.column_block * 64, warm = kPieces ? shared.warm_chunks : 0,
+              lane = forget(state.lane);
     if (a.initial_state && warm * kChunk == w.start - w.begin) {
       const float* const from = static_cast<const float*>(a.initial_state) +
                                 w.n * a.state_stride[0] + w.h * a.state_stride[1] +
                                 col0 * a.state_stride[3];
       const int cols = cut.V - col0;
       state.each(lane, [&](float& x, int row, int col) {
-        x = row < cut.K && col < cols
-                ? from[row * a.state_stride[2] + col * a.state_stride[3]]
-                : 0.f;
+        x = row < cut.K && col < cols ? from[row * a.state_stride[2] + col * a.state_stride[3]]
+                                      : 0.f;
       });
     } else {
       state.each(lane, [](float& x, int, int) { x = 0; });
@@ -174,8 +177,8 @@ struct Keeper {
     float4* const to = place(index);
 #pragma unroll
     for (int i = 0; i < K / 8; i++)
-      __stcg(to + i * kGroup, float4{state.s[4 * i], state.s[4 * i + 1], state.s[4 * i + 2],
-                                     state.s[4 * i + 3]});
+      __stcg(to + i * kGroup,
+             float4{state.s[4 * i], state.s[4 * i + 1], state.s[4 * i + 2], state.s[4 * i + 3]});
     arrive_all(cut.arrivals + index, 1, thread == 0);
   }
   __device__ __forceinline__ void take_over(int index) {
@@ -189,7 +192,7 @@ struct Keeper {
     }
   }
   __device__ __forceinline__ float4* place(int index) const {
-    return reinterpret_cast<float4*>(cut.states) +
-           static_cast<long long>(index) * (16 * K) + forget(thread);
+    return reinterpret_cast<float4*>(cut.states) + static_cast<long long>(index) * (16 * K) +
+           forget(thread);
   }
 };

@@ -77,9 +77,7 @@ struct Preparer {
   __device__ __forceinline__ PreparedChunk& to() const { return shared.tables[table()]; }
   __device__ __forceinline__ Rests& rests() const { return shared.rests[at % kPreparers]; }
   __device__ __forceinline__ Strain& strain() const { return shared.strain[table()]; }
-  __device__ __forceinline__ const TokenWeights& weights() const {
-    return shared.weights[stage()];
-  }
+  __device__ __forceinline__ const TokenWeights& weights() const { return shared.weights[stage()]; }
   __device__ __forceinline__ const unsigned short* queries() const {
     return shared.stages[stage()];
   }
@@ -176,7 +174,8 @@ struct Preparer {
 #pragma unroll
     for (int n = 0; n < 4; n++) {
       const int half = n / 2, low = n % 2;
-      if (half == 0) from[low] = times<kWild>(own[8 * low], decay.in_block[r * kBlock + g + 8 * low]);
+      if (half == 0)
+        from[low] = times<kWild>(own[8 * low], decay.in_block[r * kBlock + g + 8 * low]);
       const float2 d =
           *reinterpret_cast<const float2*>(decay.diagonal[r][g + 8 * low] + half * 8 + j);
       diagonal[2 * n] = times<kWild>(own[8 * low], d.x);

@@ -1,8 +1,8 @@
 // The delta rule in chunks of 64 tokens on the warpgroup products of sm_90a, for bfloat16 inputs
 // that the copy engine can read. The equations are those of delta.cu.
 //
-// A block walks through the chunks of a sequence for 64 columns of V of one head. Its warpgroups have
-// roles:
+// A block walks through the chunks of a sequence for 64 columns of V of one head. Its warpgroups
+// have roles:
 //   the first feeds: one warp has q, k and v copied, one y, two weigh tokens;
 //   the next two, by turns, make the inverse and the scores of chunks to come;
 //   the last keeps the state in registers and makes outputs.
@@ -26,10 +26,10 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
   using S = Shape<K>;
   static_assert(K % 64 == 0, "keys fill whole tiles");
   DYNAMIC_SHARED(unsigned char, raw);
-  auto& shared = *reinterpret_cast<Shared<S, kStages>*>(
-      raw + (1024 - shared_address(raw) % 1024) % 1024);
-  // Through shuffles: where registers are scarce, what is known by its thread's number is worked out
-  // again and again.
+  auto& shared =
+      *reinterpret_cast<Shared<S, kStages>*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  // Through shuffles: where registers are scarce, what is known by its thread's number is worked
+  // out again and again.
   const int lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
   const int group = threadIdx.x / kGroup, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   {

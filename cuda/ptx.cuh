@@ -433,8 +433,7 @@ __device__ __forceinline__ void wgmma_first(float (&d)[32], const unsigned (&a)[
       "{\n.reg .pred p;\nsetp.ne.u32 p, 0, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NUMBERS_32
       "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-      : NEW_REGISTERS_8(d, 0), NEW_REGISTERS_8(d, 8), NEW_REGISTERS_8(d, 16),
-        NEW_REGISTERS_8(d, 24)
+      : NEW_REGISTERS_8(d, 0), NEW_REGISTERS_8(d, 8), NEW_REGISTERS_8(d, 16), NEW_REGISTERS_8(d, 24)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 #undef REGISTERS_32

@@ -20,7 +20,7 @@ from cupy_gdelta import accuracy, arrays, gated_delta_rule
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
 from test_delta import WILD, repeated, wild_inputs
-from test_linear_sm90 import host_map, hopper
+from test_linear_sm90 import hopper, host_map
 
 from cupy_gdelta.gpu import delta_sm90, keepers, loader, plan, tensormap
 
@@ -166,7 +166,7 @@ def test_products_of_gates_that_overflow(name, kernels):
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], name)
 
 
-# Waits of one block. Left out: those of stores, which come at once here, and those for other blocks.
+# Waits of one block. Left out: those of stores, which come at once here, and for other blocks.
 WAIT = re.compile(r"(?:\.wait\(|wait_for_rests\(|wgmma_wait<[^>]*>\(|cp_async_wait<2>\()[^;]*;")
 FILES = (
     "delta_feed_sm90.cuh",
