@@ -29,47 +29,78 @@ __device__ __forceinline__ void pack_rest(unsigned (&a)[4], const float* x) {
 template <int K>
 struct StateColumns64 {
   float s[K / 2];
-  int warp, lane;
-  int own;  // where in a tile this lane finds its columns of v, transposed, and leaves y
 
-  __device__ __forceinline__ StateColumns64(int w, int l)
-      : warp(w), lane(l), own(swizzled(l / 16 * 8 + l % 8, w * 2 + l / 8 % 2)) {}
+  // Through forget: registers are too few to keep what is made of it.
+  static __device__ __forceinline__ int thread() { return forget(threadIdx.x) % kGroup; }
+  // Where in a tile this lane finds its columns of v, transposed, and leaves y.
+  static __device__ __forceinline__ int own() {
+    const int t = thread(), lane = t % 32;
+    return swizzled(lane / 16 * 8 + lane % 8, t / 32 * 2 + lane / 8 % 2);
+  }
 
   // f(number, row, column) of the state.
   template <class F>
-  __device__ __forceinline__ void each(int at_lane, F f) {
-    const int row = at_lane % 4 * 2, col = warp * 16 + at_lane / 4;
+  __device__ __forceinline__ void each(F f) {
+    const int t = thread(), row = t % 4 * 2, col = t / 32 * 16 + t % 32 / 4;
 #pragma unroll
     for (int i = 0; i < K / 2; i++) f(s[i], row + i / 4 * 8 + i % 2, col + i / 2 % 2 * 8);
   }
 
-  // u = (K S)^T and o = (Q S)^T, both begun and not waited for; the state decays.
-  __device__ __forceinline__ void read(float (&u)[32], float (&o)[32],
-                                       unsigned (&rounded)[K / 16][4], const unsigned short* q,
-                                       const unsigned short* k) {
+  // The state as left factors.
+  __device__ __forceinline__ void round(unsigned (&rounded)[K / 16][4]) const {
 #pragma unroll
     for (int i = 0; i < K / 16; i++) pack_tokens(rounded[i], s + 8 * i);
+  }
+  // u = (rows S)^T, begun and not waited for.
+  static __device__ __forceinline__ void read(float (&u)[32], const unsigned (&rounded)[K / 16][4],
+                                              const unsigned short* rows) {
     wgmma_begin();
-    multiply_rows(u, rounded, k);
-    wgmma_commit();
-    multiply_rows(o, rounded, q);
+    multiply_rows(u, rounded, rows);
     wgmma_commit();
   }
-
+  // The same, waited for, in fewer registers: adding `nothing`, 0, keeps the compiler from holding
+  // what it has rounded before.
+  __device__ __forceinline__ void read_slowly(float (&u)[32], const unsigned short* rows,
+                                              float nothing) {
+#pragma unroll
+    for (int i = 0; i < K / 2; i++) s[i] += nothing;
+#pragma unroll
+    for (int tile = 0; tile < K / 64; tile++) {
+      unsigned rounded[4][4];
+      settle(s);
+#pragma unroll
+      for (int i = 0; i < 4; i++) pack_tokens(rounded[i], s + 32 * tile + 8 * i);
+      const unsigned long long right = factor(rows + tile * kTile);
+      wgmma_begin();
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (tile + i == 0)
+          wgmma_first(u, rounded[0], right);
+        else
+          wgmma<false>(u, rounded[i], later(right, i * 16));
+      wgmma_commit();
+      wgmma_wait<0>();
+      settle(u);
+    }
+  }
+  __device__ __forceinline__ void decay(float whole) {
+#pragma unroll
+    for (int i = 0; i < K / 2; i++) s[i] *= whole;
+  }
   // From u and v, diag(beta) (V - diag(d) K S), transposed and rounded.
-  template <bool kRest>
-  __device__ __forceinline__ void find_errors(unsigned (&x)[kBlocks][4],
-                                              unsigned (&rest)[kBlocks][4], float (&u)[32],
+  __device__ __forceinline__ void find_errors(unsigned (&x)[kBlocks][4], float (&u)[32],
                                               const unsigned short* v,
                                               const TokenWeights& weights) const {
+    v += own();
+    const float *const from_start = pairs(weights.from), *const betas = pairs(weights.beta);
 #pragma unroll
     for (int j = 0; j < kBlocks; j++) {
       unsigned vt[4];
-      ldmatrix_x4<true>(vt, v + own + j * kBlock * 64);
+      ldmatrix_x4<true>(vt, v + j * kBlock * 64);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float2 from = pair(weights.from, j, half);
-        const float2 beta = pair(weights.beta, j, half);
+        const float2 from = pair(from_start, 2 * j + half);
+        const float2 beta = pair(betas, 2 * j + half);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           float* const two = u + 8 * j + 4 * half + 2 * i;
@@ -79,33 +110,55 @@ struct StateColumns64 {
         }
       }
       pack_tokens(x[j], u + 8 * j);
-      if (kRest) pack_rest(rest[j], u + 8 * j);
+    }
+  }
+  static __device__ __forceinline__ void pack(unsigned (&x)[kBlocks][4], const float (&w)[32]) {
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) pack_tokens(x[j], w + 8 * j);
+  }
+  static __device__ __forceinline__ void pack_rests(unsigned (&rest)[kBlocks][4],
+                                                    const float (&w)[32]) {
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) pack_rest(rest[j], w + 8 * j);
+  }
+  static __device__ __forceinline__ void unpack(float (&w)[32], const unsigned (&x)[kBlocks][4],
+                                                const unsigned (&rest)[kBlocks][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const unsigned high = x[i / 4][i % 4], low = rest[i / 4][i % 4];
+      w[2 * i] = bfloat16_bits_to_float(high & 0xffff) + bfloat16_bits_to_float(low & 0xffff);
+      w[2 * i + 1] = bfloat16_bits_to_float(high >> 16) + bfloat16_bits_to_float(low >> 16);
     }
   }
 
   // Times what a token is weighed with.
   __device__ __forceinline__ void weigh(float (&x)[32], const float* by) const {
+    by = pairs(by);
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-      const float2 w = pair(by, n / 2, n % 2);
+      const float2 w = pair(by, n);
       x[4 * n] *= w.x, x[4 * n + 1] *= w.y, x[4 * n + 2] *= w.x, x[4 * n + 3] *= w.y;
     }
   }
-  __device__ __forceinline__ float2 pair(const float* weights, int block, int half) const {
-    return *reinterpret_cast<const float2*>(weights + block * kBlock + half * 8 + lane % 4 * 2);
+  static __device__ __forceinline__ const float* pairs(const float* weights) {
+    return weights + thread() % 4 * 2;
+  }
+  static __device__ __forceinline__ float2 pair(const float* own, int eight) {
+    return *reinterpret_cast<const float2*>(own + eight * 8);
   }
 
   // Outputs into a tile, tokens down again.
   __device__ __forceinline__ void put_outputs(unsigned short* to, const float (&o)[32]) const {
+    to += own();
 #pragma unroll
     for (int j = 0; j < kBlocks; j++) {
       unsigned two[4];
       pack_tokens(two, o + 8 * j);
-      stmatrix_x4<true>(to + own + j * kBlock * 64, two[0], two[1], two[2], two[3]);
+      stmatrix_x4<true>(to + j * kBlock * 64, two[0], two[1], two[2], two[3]);
     }
   }
 
-  // c = (left)^T rows^T for the 64 rows of K numbers.
+  // c = left^T rows^T for the 64 rows of K numbers.
   static __device__ __forceinline__ void multiply_rows(float (&c)[32],
                                                        const unsigned (&left)[K / 16][4],
                                                        const unsigned short* rows) {
@@ -131,8 +184,8 @@ struct StateColumns64 {
   // d += left^T rests^T, at once
   static __device__ __forceinline__ void multiply_rests(float (&d)[32],
                                                         const unsigned (&left)[kBlocks][4],
-                                                        const uint4 (&rests)[kLowerBlocks][32],
-                                                        int lane) {
+                                                        const uint4 (&rests)[kLowerBlocks][32]) {
+    const int lane = thread() % 32;
 #pragma unroll
     for (int r = 0; r < kBlocks; r++) {
       float sum[2][4] = {};

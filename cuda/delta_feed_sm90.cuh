@@ -1,21 +1,23 @@
-// What the roles of delta_sm90.cu share, and the one that feeds: copies of q, k, v and y, and
-// weights of tokens.
+// What the roles of delta_sm90.cu share: their memory, places in sequences, and copies of q and k.
 #pragma once
-#include "chunk.cuh"
+#include "call.cuh"
 #include "inverse.cuh"
 #include "warpgroups.cuh"
 
-constexpr int kDecayWarps = 2, kPreparers = 2, kTables = 3;
 constexpr int kMostWarmUp = 32;        // chunks before a piece that are looked at
 constexpr float kForgotten = -64;      // as a logarithm to base 2
 constexpr float kAllForgotten = -1e4;  // of one chunk; sums of such are finite
+static_assert(kAsInputs == 1 && kLogOfInputs == 3, "odd kinds are stored as inputs are");
+constexpr int kLevels = 6;             // runs of 1, 2, 4, 8, 16 and 32 tokens
 
 struct DeltaPieceArgs {
-  float* states;         // (N * H, pieces, column blocks, K of the kernel * 64)
-  unsigned* arrivals;    // (N * H, pieces, column blocks), zeros: whether states are there
+  float* states;         // (N * H, pieces, column blocks, keepers, K of the kernel * 64)
+  unsigned* arrivals;    // (N * H, pieces, column blocks, keepers), zeros: whether states are there
   long long piece_size;  // tokens, whole chunks
   int pieces, column_blocks;
-  int K, V;  // as given; the kernel's own are rounded up to tiles
+  int K, V;       // as given; the kernel's own are rounded up to tiles
+  unsigned zero;  // 0, which the compiler must not know: see after
+  int padding;
 };
 
 // Of one chunk, in the layout that wgmma reads. Blocks above the diagonal are zeros.
@@ -39,44 +41,68 @@ struct alignas(16) Strain {
   }
 };
 
-// Decays, and what else weighs tokens. With qk_l2norm a decay from a token on has the factor that
-// makes its key a unit, in place of beta.
+// What weighs products of tokens inside a chunk, by runs of n = 1, 2, 4 ... 32 tokens that begin at
+// multiples of n: D_ij is in[n][i] to_end[n][j] for j < i of neighbouring runs, n the highest bit
+// that i and j differ in. Products of neighbouring gates and nothing else.
+struct alignas(16) TokenDecays {
+  float gate[kChunk], beta[kChunk];
+  float in[kLevels][kChunk];      // gates from the start of a token's run to its own
+  float to_end[kLevels][kChunk];  // later gates of its run, times what makes its key a unit
+  float row[kChunk];              // of A: beta, times that factor
+  float query[kChunk];            // of scores: scale, times the factor of the query
+};
+
+// What weighs tokens where a state is read and written. With qk_l2norm a decay from a token on has
+// the factor that makes its key a unit.
 struct alignas(16) TokenWeights {
-  Decay decay;
   float beta[kChunk];
-  float row[kChunk];    // of A: beta, times that factor
-  float from[kChunk];   // of K S: the decay from the start, times that factor
-  float query[kChunk];  // of scores: scale, times the factor of the query
-  float out[kChunk];    // of Q S: the decay from the start, times that
+  float from[kChunk];    // of K S: the decay from the start, times that factor
+  float out[kChunk];     // of Q S: the decay from the start, times that of the query and scale
+  float to_end[kChunk];  // of writes: the decay to the end, times that factor
+  float whole;           // all gates
 };
 
 template <int K>
 struct Shape {
   static constexpr int kDim = K, kKeyTiles = K / 64;
-  static constexpr int kQuery = kKeyTiles * kTile;  // 16-bit numbers
-  static constexpr int kStage = 2 * kQuery + kTile;
-  // In all 512 for the four warpgroups.
-  static constexpr int kFeedRegisters = K == 64 ? 56 : 64;
-  static constexpr int kPrepareRegisters = K == 64 ? 136 : 120;
-  static constexpr int kStateRegisters = K == 64 ? 184 : 208;
+  static constexpr int kKeepers = K == 64 ? 1 : 2, kPreparers = K == 64 ? 3 : 1;  // warpgroups
+  static constexpr int kThreads = (kKeepers + kPreparers) * kGroup;
+  static constexpr int kColumns = 64 * kKeepers;                               // of V
+  static constexpr int kQuery = kKeyTiles * kTile;                             // 16-bit numbers
+  static constexpr int kStage = 2 * kQuery + kKeepers * kTile;
+  // Of a thread: at first, and by roles, in all no more.
+  static constexpr int kRegisters = kThreads == 512 ? 128 : 168;
+  static constexpr int kPrepareRegisters = K == 64 ? 104 : 136;
+  static constexpr int kStateRegisters = K == 64 ? 200 : 184;
+};
+
+// Where a warp, or a keeper's copies, are: at a chunk of an item.
+struct alignas(16) Cursor {
+  int index;                 // of the item; -1 past the last one
+  int chunk, chunks, start;  // the first token
+  int stop, b, h, hq, column_block;
+  int padding[3];
+  long long gates, betas;  // addresses of the first ones of the batch entry and head
+
+  __device__ __forceinline__ int token() const { return start + chunk * kChunk; }
 };
 
 // Everything in shared memory, from a multiple of 1024 bytes on.
 template <class S, int kStages>
 struct Shared {
   unsigned short stages[kStages][S::kStage];  // q, k, v; y takes the place of v
-  PreparedChunk tables[kTables];
-  Rests rests[kPreparers];
-  Strain strain[kTables];
+  PreparedChunk tables[kStages];
+  Rests rests[S::kPreparers];
+  TokenDecays decays[S::kPreparers];
   TokenWeights weights[kStages];
-  GateRing gates;
+  Strain strain[kStages];
+  Cursor cursors[4 * S::kPreparers + 2 * S::kKeepers];
   float forgotten[kMostWarmUp];  // logarithms of decays of chunks
-  unsigned chunks;               // that the block works on
-  int warm_chunks;               // of them, before the block's piece
-  int grows[2];                  // whether a state may grow in them, or is needed; and after them
-  // Of stages and weights: copied, weighed, outputs in place of v, free again.
-  Barrier loaded[kStages], weighed[kStages], finished[kStages], free[kStages];
-  Barrier prepared[kTables], tables_free[kTables];
+  int warm_chunks;               // before the block's piece
+  int grows[2];  // whether a state may grow in them, or is needed; and after them
+  // Of stages: q and k copied, each keeper's v copied, weighed, prepared, free again.
+  Barrier loaded[kStages], values[kStages][S::kKeepers];
+  Barrier weighed[kStages], prepared[kStages], free[kStages];
 };
 
 // What a block works on at a time: columns of a sequence of one head, or of a piece of it.
@@ -138,146 +164,70 @@ __device__ __forceinline__ int warm_up(const CallArgs& a, const Item& w,
   return w.start - whole * kChunk == w.begin ? whole : -1;
 }
 
-// The feeding warps' view of an item: its chunks from the first one of the warm-up on.
-struct Feed {
-  const CallArgs& a;
-  int b, h, column_block, start, stop;
+__device__ __forceinline__ int stored_bytes(int kind) { return kind % 2 ? 2 : 4; }
+__device__ __forceinline__ long long head_address(const void* base, const long long (&stride)[3],
+                                                  int kind, int b, int h) {
+  return reinterpret_cast<long long>(base) +
+         (b * stride[0] + h * stride[2]) * stored_bytes(kind);
+}
 
-  __device__ __forceinline__ Feed(const CallArgs& call, const Item& w, int warm_up)
-      : a(call),
-        b(w.b),
-        h(w.h),
-        column_block(w.column_block),
-        start(w.start - warm_up * kChunk),
-        stop(w.stop) {}
+// The chunk `ahead` of the first one of a block, and those so many further on. `warm` chunks are
+// before the block's piece.
+__device__ __forceinline__ void open(Cursor& at, const CallArgs& a, const DeltaPieceArgs& cut,
+                                     int warm) {
+  if (at.index >= Item::count(a, cut)) {
+    at.index = -1;
+    return;
+  }
+  const Item w(a, cut, at.index);
+  at.chunks = w.chunks + warm, at.start = w.start - warm * kChunk, at.stop = w.stop;
+  at.gates = head_address(a.gate, a.gate_stride, a.gate_kind, w.b, w.h);
+  at.betas = head_address(a.beta, a.beta_stride, a.beta_kind, w.b, w.h);
+  at.b = w.b, at.h = w.h, at.hq = w.h / static_cast<int>(a.group), at.column_block = w.column_block;
+}
+__device__ __forceinline__ void advance(Cursor& at, const CallArgs& a, const DeltaPieceArgs& cut,
+                                        int warm, int chunks) {
+  at.chunk += chunks;
+#pragma unroll 1
+  while (at.index >= 0 && at.chunk >= at.chunks) {
+    at.chunk -= at.chunks, at.index += gridDim.x;
+    open(at, a, cut, warm);
+  }
+}
+__device__ __forceinline__ Cursor first_cursor(const CallArgs& a, const DeltaPieceArgs& cut,
+                                               int warm, int ahead) {
+  Cursor at;
+  at.index = block_index(), at.chunk = 0;
+  open(at, a, cut, warm);
+  advance(at, a, cut, warm, ahead);
+  return at;
+}
 
-  __device__ __forceinline__ void fetch_gates(GateRing& gates, int c, int lane) const {
-    const int t = start + c * kChunk;
-    gates.fetch(c % GateRing::kSlots, a, b, h, t, stop, lane);
+// A gate or, in the second half of a warp, a beta of one of 16 tokens, as it is stored, on its way.
+struct Fetched {
+  unsigned bits;
+  bool real;
+
+  __device__ __forceinline__ void fetch(const CallArgs& a, const Cursor& at, int block, int lane) {
+    const int t = at.token() + block * kBlock + lane % 16;
+    const bool beta = lane / 16;
+    const int kind = beta ? a.beta_kind : a.gate_kind;
+    const long long from =
+        (beta ? at.betas : at.gates) +
+        t * (beta ? a.beta_stride[1] : a.gate_stride[1]) * stored_bytes(kind);
+    real = at.index >= 0 && t < at.stop;
+    if (real && kind % 2)
+      bits = *reinterpret_cast<const unsigned short*>(from);
+    else if (real && kind != kAbsent)
+      bits = *reinterpret_cast<const unsigned*>(from);
+  }
+  // Past the last token: gate 1, beta 0.
+  __device__ __forceinline__ float value(const CallArgs& a, int lane) const {
+    const bool beta = lane / 16;
+    const int kind = beta ? a.beta_kind : a.gate_kind;
+    float x = __uint_as_float(kind % 2 ? bits << 16 : bits);
+    if (kind >= kLogOfInputs) x = exp(x);
+    if (!real || kind == kAbsent) x = !real && beta ? 0.f : 1.f;
+    return beta ? x : x + (x - x);  // NaN where infinite: decays are kept from overflow
   }
 };
-
-// Has the chunks of an item copied, by one thread.
-template <class S, int kStages>
-__device__ __forceinline__ void load(Shared<S, kStages>& shared, const Feed& w,
-                                     Turn<kStages>& stage, const TensorMap& q_map,
-                                     const TensorMap& k_map, const TensorMap& v_map) {
-  const int hq = w.h / static_cast<int>(w.a.group), col = w.column_block * 64;
-#pragma unroll 1
-  for (int t = w.start; t < w.stop; t += kChunk, stage.next()) {
-    unsigned short* to = shared.stages[stage.slot];
-    Barrier& barrier = shared.loaded[stage.slot];
-    shared.free[stage.slot].wait(stage.parity ^ 1);
-    barrier.arrive_and_expect(2 * S::kStage);
-    for (int i = 0; i < S::kKeyTiles; i++, to += kTile)
-      load_tile(to, q_map, i * 64, hq, t, w.b, barrier);
-    for (int i = 0; i < S::kKeyTiles; i++, to += kTile)
-      load_tile(to, k_map, i * 64, hq, t, w.b, barrier);
-    load_tile(to, v_map, col, w.h, t, w.b, barrier);
-  }
-}
-
-// Has the outputs of an item copied back, by one warp. `skip` chunks are of the warm-up.
-template <class S, int kStages>
-__device__ __forceinline__ void store(Shared<S, kStages>& shared, const Feed& w, int V, int skip,
-                                      Turn<kStages>& stage, const TensorMap& y_map, int lane) {
-  const int col0 = w.column_block * 64;
-#pragma unroll 1
-  for (int t = w.start; t < w.stop; t += kChunk, stage.next()) {
-    const unsigned short* const tile = shared.stages[stage.slot] + 2 * S::kQuery;
-    shared.finished[stage.slot].wait(stage.parity);
-    if (--skip >= 0) {
-    } else if (t + kChunk <= w.stop || w.stop == w.a.T) {
-      if (lane == 0) {
-        store_tile(y_map, tile, col0, w.h, t, w.b);
-        commit_stores();
-        wait_stores_read();
-      }
-    } else {  // rows of the next sequence follow
-      unsigned short* const y = static_cast<unsigned short*>(w.a.y) + w.b * w.a.y_stride[0] +
-                                w.h * w.a.y_stride[2] + col0;
-#pragma unroll 1
-      for (int e = lane; e < kTile; e += 32) {
-        const int row = e / 64, col = e % 64;
-        if (t + row < w.stop && col0 + col < V)
-          y[static_cast<long long>(t + row) * w.a.y_stride[1] + col] =
-              tile[swizzled(row, col / 8) + col % 8];
-      }
-    }
-    __syncwarp();
-    if (lane == 0) shared.free[stage.slot].arrive();
-  }
-}
-
-// What makes rows 2 lane and 2 lane + 1 of a chunk's q or k of unit length.
-template <int kTiles>
-__device__ __forceinline__ float2 unit_factors(const unsigned short* tiles, int lane) {
-  float2 sum = {0, 0};
-#pragma unroll 1
-  for (int i = 0; i < kTiles; i++)
-#pragma unroll 2
-    for (int n = 0; n < 8; n++)
-#pragma unroll
-      for (int odd = 0; odd < 2; odd++) {
-        const unsigned short* const at = tiles + i * kTile + swizzled(2 * lane + odd, n);
-        const uint4 x = *reinterpret_cast<const uint4*>(at);
-        const unsigned two[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float low = bfloat16_bits_to_float(two[j] & 0xffff);
-          const float high = bfloat16_bits_to_float(two[j] >> 16);
-          (odd ? sum.y : sum.x) += low * low + high * high;
-        }
-      }
-  return {rsqrtf(sum.x + 1e-6f), rsqrtf(sum.y + 1e-6f)};
-}
-
-// Makes the weights of every other chunk of an item, by one warp; done counts the block's chunks
-// before. The first three are under way.
-template <class S, bool kNormalise, int kStages>
-__device__ __forceinline__ void make_weights(Shared<S, kStages>& shared, const Feed& w,
-                                             unsigned done, int turn, int lane) {
-  const float scale = static_cast<float>(w.a.scale);
-#pragma unroll 1
-  for (int c = turn; w.start + c * kChunk < w.stop; c += kDecayWarps) {
-    const unsigned stage = (done + c) % kStages, parity = (done + c) / kStages % 2;
-    const int left = w.stop - w.start - c * kChunk;
-    unsigned short* const q = shared.stages[stage];
-    TokenWeights& weights = shared.weights[stage];
-    float gate[2], beta[2];
-    float2 query = {scale, scale}, key = {1, 1};
-    cp_async_wait<2>();
-    shared.free[stage].wait(parity ^ 1);
-    const bool others = left < kChunk && w.stop < w.a.T;
-    if (kNormalise || others) shared.loaded[stage].wait(parity);
-    if (others) {  // tokens of the next sequence, which may be NaN
-#pragma unroll 1
-      for (int i = S::kKeyTiles; i < S::kStage / kTile; i++)
-#pragma unroll 1
-        for (int e = left * 64 + lane; e < kTile; e += 32) q[i * kTile + e] = 0;
-      fence_shared();
-      __syncwarp();
-    }
-    if (kNormalise) {
-      const float2 units = unit_factors<S::kKeyTiles>(q, lane);
-      query = {scale * units.x, scale * units.y};
-      key = unit_factors<S::kKeyTiles>(q + S::kQuery, lane);
-    }
-    shared.gates.read(gate, beta, c % GateRing::kSlots, w.a, left, lane);
-    weights.decay.fill(lane, gate[0], gate[1], key.x, key.y);
-    const float2 from = *reinterpret_cast<const float2*>(weights.decay.from_start + 2 * lane);
-    const auto put = [&](float* to, float x, float y) {
-      *reinterpret_cast<float2*>(to + 2 * lane) = {x, y};
-    };
-    put(weights.beta, beta[0], beta[1]);
-    put(weights.row, beta[0] * key.x, beta[1] * key.y);
-    put(weights.from, from.x * key.x, from.y * key.y);
-    put(weights.query, query.x, query.y);
-    put(weights.out, from.x * query.x, from.y * query.y);
-    __syncwarp();
-    weights.decay.fill_diagonal(lane);
-    __syncwarp();
-    if (lane == 0) shared.weighed[stage].arrive();
-    w.fetch_gates(shared.gates, c + 3 * kDecayWarps, lane);
-  }
-}

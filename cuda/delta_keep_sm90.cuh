@@ -16,138 +16,264 @@ __device__ __forceinline__ void wait_for(const unsigned* count, int barrier, boo
   __threadfence();
 }
 
-// A warpgroup that keeps 64 columns of the state.
+// A warpgroup that keeps 64 columns of the state, has its v copied and leaves its y.
 template <int K, int kStages, bool kPieces>
 struct Keeper {
   using S = Shape<K>;
   Shared<S, kStages>& shared;
   const CallArgs& a;
   const DeltaPieceArgs& cut;
-  int thread;
+  const TensorMap &v_map, &y_map;
   StateColumns64<K> state;
-  Turn<kStages> stage;
-  Turn<kTables> table;
-  Turn<kPreparers> preparer;
+  int which;
+  unsigned at = 0;  // which chunk of the block
 
   __device__ __forceinline__ Keeper(Shared<S, kStages>& memory, const CallArgs& call,
-                                    const DeltaPieceArgs& pieces)
-      : shared(memory),
-        a(call),
-        cut(pieces),
-        thread(threadIdx.x % kGroup),
-        state(thread / 32, thread % 32) {}
+                                    const DeltaPieceArgs& pieces, const TensorMap& v,
+                                    const TensorMap& y, int w)
+      : shared(memory), a(call), cut(pieces), v_map(v), y_map(y), which(w) {
+    if (thread() > 0) return;
+    ahead() = first_cursor(a, cut, warm(), 0);
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; i++) load_values(i), move_ahead();
+  }
+  static __device__ __forceinline__ int thread() { return StateColumns64<K>::thread(); }
 
-  // The next chunk, with its outputs in place of v.
-  __device__ __forceinline__ void step() {
-    const unsigned short* const q = shared.stages[stage.slot];
-    const TokenWeights& weights = shared.weights[stage.slot];
-    const PreparedChunk& chunk = shared.tables[table.slot];
-    float u[32], o[32];
-    unsigned rounded[K / 16][4];
-    shared.loaded[stage.slot].wait(stage.parity);
-    shared.weighed[stage.slot].wait(stage.parity);
-    state.read(u, o, rounded, q, q + S::kQuery);
-    shared.prepared[table.slot].wait(table.parity);
-    if (__builtin_expect(shared.strain[table.slot].any(), 0))
-      finish<true>(u, o, rounded, q, weights, chunk);
-    else
-      finish<false>(u, o, rounded, q, weights, chunk);
-    __syncwarp();
-    if (state.lane == 0) {
-      shared.free[stage.slot].arrive();
-      shared.tables_free[table.slot].arrive();
+  // The chunks of an item.
+  __device__ __forceinline__ void walk(int index) {
+    begin(index);
+#pragma unroll 1
+    for (int c = -warm(); c < now().chunks; c++) {
+      if (kPieces && c == 0 && shared.grows[0]) take_over(index - cut.column_blocks);
+      step(c);
     }
-    stage.next();
-    table.next();
-    preparer.next();
+    end(index);
   }
 
  private:
-  template <bool kCareful>
-  __device__ __forceinline__ void finish(float (&u)[32], float (&o)[32],
-                                         unsigned (&rounded)[K / 16][4], const unsigned short* q,
-                                         const TokenWeights& weights, const PreparedChunk& chunk) {
+  __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
+
+  __device__ __forceinline__ int barrier() const { return S::kPreparers + 1 + which; }
+  __device__ __forceinline__ int column(int block) const {
+    return block * S::kColumns + which * 64;
+  }
+  __device__ __forceinline__ unsigned short* values(int slot) const {
+    return shared.stages[slot] + 2 * S::kQuery + which * kTile;
+  }
+  // The chunk whose v is copied next, and the item at hand.
+  __device__ __forceinline__ Cursor& ahead() const {
+    return shared.cursors[4 * S::kPreparers + which];
+  }
+  __device__ __forceinline__ volatile Cursor& now() const {
+    return shared.cursors[4 * S::kPreparers + S::kKeepers + which];
+  }
+  // By one thread.
+  __device__ __forceinline__ void load_values(int slot) const {
+    const Cursor& at = ahead();
+    if (at.index < 0) return;
+    shared.values[slot][which].arrive_and_expect(2 * kTile);
+    load_tile(values(slot), v_map, column(at.column_block), at.h, at.token(), at.b,
+              shared.values[slot][which]);
+  }
+  __device__ __forceinline__ void move_ahead() const {
+    Cursor at = ahead();
+    advance(at, a, cut, warm(), 1);
+    ahead() = at;
+  }
+  // Once the outputs of the chunk before have left their place.
+  __device__ __forceinline__ void refill() const {
+    if (thread() > 0) return;
+    wait_stores_read();
+    load_values((at + kStages - 1) % kStages);
+  }
+
+  // The next chunk, with its outputs in place of v.
+  __device__ __forceinline__ void step(int c) {
+    const unsigned slot = at % kStages, parity = at / kStages % 2;
+    unsigned short* const v = values(slot);
+    shared.prepared[slot].wait(parity);
+    shared.loaded[slot].wait(parity);
+    shared.weighed[slot].wait(parity);
+    shared.values[slot][which].wait(parity);
+    if (__builtin_expect(shorter(c), 0)) clear_rest(v, left(c));
+    if (__builtin_expect(shared.strain[slot].any(), 0))
+      take_carefully(v);
+    else
+      take(v);
+    fence_shared();
+    __syncwarp();
+    if (thread() % 32 == 0) shared.free[slot].arrive();
+    sync_threads<kGroup>(barrier());
+    if (c < 0) {
+    } else if (__builtin_expect(shorter(c), 0)) {
+      store_rest(v, c, left(c));
+    } else if (thread() == 0) {
+      store(v, c);
+    }
+    if (thread() == 0) move_ahead();
+    at++;
+  }
+  __device__ __forceinline__ int left(int c) const {
+    return now().stop - now().start - c * kChunk;
+  }
+  // Whether tokens of the next sequence follow.
+  __device__ __forceinline__ bool shorter(int c) const {
+    return left(c) < kChunk && now().stop < a.T;
+  }
+  __device__ __forceinline__ void store(const unsigned short* tile, int c) const {
+    const volatile Cursor& at = now();
+    store_tile(y_map, tile, column(at.column_block), at.h, at.start + c * kChunk, at.b);
+    commit_stores();
+  }
+
+  // Outputs in place of v.
+  __device__ __forceinline__ void take(unsigned short* v) {
+    const unsigned short* const q = shared.stages[at % kStages];
     const unsigned short* const k = q + S::kQuery;
-    unsigned short* const v = const_cast<unsigned short*>(k) + S::kQuery;
-    unsigned x[kBlocks][4], rest[kBlocks][4];
-    wgmma_wait<kCareful ? 0 : 1>();
-    settle(u);
-    state.template find_errors<kCareful>(x, rest, u, v, weights);
+    const TokenWeights& weights = shared.weights[at % kStages];
+    const PreparedChunk& chunk = shared.tables[at % kStages];
+    unsigned x[kBlocks][4];
+    float o[32], w[32];
+    {
+      unsigned rounded[K / 16][4];
+      float u[32];
+      state.round(rounded);
+      state.read(u, rounded, k);
+      if (K == 64) state.read(o, rounded, q);  // for more, registers are too few
+      wgmma_wait < K == 64 ? 1 : 0 > ();
+      settle(u);
+      state.find_errors(x, u, v, weights);
+      if (K > 64) state.read(o, rounded, q);
+    }
+    if (K > 64) state.decay(weights.whole);
     wgmma_wait<0>();
     settle(o);
-    float w[32];
     wgmma_begin();
     state.template multiply_table<true>(w, x, chunk.inverse);
-    if (kCareful) state.template multiply_table<false>(w, rest, chunk.inverse);
     wgmma_commit();
     state.weigh(o, weights.out);
-    const float whole = weights.decay.whole;
-#pragma unroll
-    for (int i = 0; i < K / 2; i++) state.s[i] *= whole;
+    if (K == 64) state.decay(weights.whole);
     wgmma_wait<0>();
     settle(w);
-    const Rests& rests = shared.rests[preparer.slot];
-    if (kCareful) state.multiply_rests(w, x, rests.inverse, state.lane);
-#pragma unroll
-    for (int j = 0; j < kBlocks; j++) pack_tokens(x[j], w + 8 * j);
-    if (kCareful)
-#pragma unroll
-      for (int j = 0; j < kBlocks; j++) pack_rest(rest[j], w + 8 * j);
+    refill();
+    state.pack(x, w);
     settle(o);
     wgmma_begin();
     state.template multiply_table<false>(o, x, chunk.scores);
-    if (kCareful) state.template multiply_table<false>(o, rest, chunk.scores);
     wgmma_commit();
-    if (kCareful) {
-      wgmma_wait<0>();
-      settle(o);
-      state.multiply_rests(o, x, rests.scores, state.lane);
-    }
     unsigned kept[kBlocks][4];
-    state.weigh(w, weights.decay.to_end);
-#pragma unroll
-    for (int j = 0; j < kBlocks; j++) pack_tokens(kept[j], w + 8 * j);
-    if (kCareful)
-#pragma unroll
-      for (int j = 0; j < kBlocks; j++) pack_rest(rest[j], w + 8 * j);
+    state.weigh(w, weights.to_end);
+    state.pack(kept, w);
     settle(state.s);
     wgmma_begin();
     state.add_keys(kept, k);
-    if (kCareful) state.add_keys(rest, k);
     wgmma_commit();
     wgmma_wait<1>();
     settle(o);
     state.put_outputs(v, o);
-    fence_shared();
-    __syncwarp();
-    if (state.lane == 0) shared.finished[stage.slot].arrive();
     wgmma_wait<0>();
     settle(state.s);
   }
 
- public:
-  // The first state of an item; returns the chunks to come.
-  __device__ __forceinline__ int begin(int index) {
+  // The same with 16 bits of errors and of tables. Registers are too few for all at once.
+  __device__ __forceinline__ void take_carefully(unsigned short* v) {
+    const unsigned short* const q = shared.stages[at % kStages];
+    const unsigned short* const k = q + S::kQuery;
+    const TokenWeights& weights = shared.weights[at % kStages];
+    const PreparedChunk& chunk = shared.tables[at % kStages];
+    const Rests& rests = shared.rests[at % S::kPreparers];
+    unsigned x[kBlocks][4], rest[kBlocks][4];
+    {
+      float u[32], w[32];
+      state.read_slowly(u, k, 0);
+      state.find_errors(x, u, v, weights);
+      state.pack_rests(rest, u);
+      wgmma_begin();
+      state.template multiply_table<true>(w, x, chunk.inverse);
+      state.template multiply_table<false>(w, rest, chunk.inverse);
+      wgmma_commit();
+      wgmma_wait<0>();
+      settle(w);
+      state.multiply_rests(w, x, rests.inverse);
+      state.pack(x, w);
+      state.pack_rests(rest, w);
+    }
+    refill();
+    float o[32];
+    state.read_slowly(o, q, __uint_as_float(cut.zero));
+    state.weigh(o, weights.out);
+    settle(o);
+    wgmma_begin();
+    state.template multiply_table<false>(o, x, chunk.scores);
+    state.template multiply_table<false>(o, rest, chunk.scores);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(o);
+    state.multiply_rests(o, x, rests.scores);
+    state.put_outputs(v, o);
+    float w[32];
+    state.unpack(w, x, rest);
+    state.weigh(w, weights.to_end);
+    state.pack(x, w);
+    state.pack_rests(rest, w);
+    state.decay(weights.whole);
+    settle(state.s);
+    wgmma_begin();
+    state.add_keys(x, k);
+    state.add_keys(rest, k);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(state.s);
+  }
+
+  // Values of the next sequence, which may be NaN.
+  __device__ __forceinline__ void clear_rest(unsigned short* v, int left) const {
+#pragma unroll 1
+    for (int e = left * 64 + thread(); e < kTile; e += kGroup) v[e] = 0;
+    sync_threads<kGroup>(barrier());
+  }
+  // Outputs where they follow.
+  __device__ __forceinline__ void store_rest(const unsigned short* tile, int c, int left) const {
+    const volatile Cursor& at = now();
+    const int col0 = column(at.column_block), first = at.start + c * kChunk;
+    unsigned short* const y =
+        static_cast<unsigned short*>(a.y) + at.b * a.y_stride[0] + at.h * a.y_stride[2] + col0;
+#pragma unroll 1
+    for (int e = thread(); e < left * 64; e += kGroup) {
+      const int row = e / 64, col = e % 64;
+      if (col0 + col < cut.V)
+        y[(first + row) * a.y_stride[1] + col] = tile[swizzled(row, col / 8) + col % 8];
+    }
+    sync_threads<kGroup>(barrier());
+  }
+
+  // The first state of an item.
+  __device__ __forceinline__ void begin(int index) {
     const Item w(a, cut, index);
-    const int col0 = w.column_block * 64, warm = kPieces ? shared.warm_chunks : 0,
-              lane = forget(state.lane);
-    if (a.initial_state && warm * kChunk == w.start - w.begin) {
+    const int col0 = column(w.column_block);
+    sync_threads<kGroup>(barrier());
+    if (thread() == 0) {
+      volatile Cursor& at = now();
+      at.chunks = w.chunks, at.start = w.start, at.stop = w.stop, at.b = w.b, at.h = w.h;
+      at.column_block = w.column_block;
+    }
+    sync_threads<kGroup>(barrier());
+    if (a.initial_state && warm() * kChunk == w.start - w.begin) {
       const float* const from = static_cast<const float*>(a.initial_state) +
                                 w.n * a.state_stride[0] + w.h * a.state_stride[1] +
                                 col0 * a.state_stride[3];
       const int cols = cut.V - col0;
-      state.each(lane, [&](float& x, int row, int col) {
+      state.each([&](float& x, int row, int col) {
         x = row < cut.K && col < cols ? from[row * a.state_stride[2] + col * a.state_stride[3]]
                                       : 0.f;
       });
     } else {
-      state.each(lane, [](float& x, int, int) { x = 0; });
+      state.each([](float& x, int, int) { x = 0; });
     }
-    return w.chunks + warm;
   }
   __device__ __forceinline__ void end(int index) {
     const Item w(a, cut, forget(index));
-    const int col0 = w.column_block * 64, cols = cut.V - col0;
+    const int col0 = column(w.column_block), cols = cut.V - col0;
     if (kPieces && w.piece < cut.pieces - 1) {
       hand_on(index);
       return;
@@ -155,35 +281,37 @@ struct Keeper {
     if (a.state) {
       float* const to = static_cast<float*>(a.state) +
                         (w.n * a.H + w.h) * (static_cast<long long>(cut.K) * cut.V) + col0;
-      state.each(forget(state.lane), [&](float& x, int row, int col) {
+      state.each([&](float& x, int row, int col) {
         if (row < cut.K && col < cols) to[row * cut.V + col] = x;
       });
     }
-    if (a.cu_seqlens && w.n == a.N - 1) clear_rest(w);
+    if (a.cu_seqlens && w.n == a.N - 1) clear_last(w);
   }
   // Outputs of tokens of no sequence, after the last one.
-  __device__ __forceinline__ void clear_rest(const Item& w) const {
-    const int col0 = w.column_block * 64, cols = min(64, cut.V - col0);
+  __device__ __forceinline__ void clear_last(const Item& w) const {
+    const int col0 = column(w.column_block), cols = min(64, cut.V - col0);
     unsigned short* const y = static_cast<unsigned short*>(a.y) + w.b * a.y_stride[0] +
                               w.h * a.y_stride[2] + w.end * a.y_stride[1] + col0;
     if (cols > 0)
 #pragma unroll 1
-      for (long long e = thread; e < (a.T - w.end) * cols; e += kGroup)
+      for (long long e = thread(); e < (a.T - w.end) * cols; e += kGroup)
         y[e / cols * a.y_stride[1] + e % cols] = 0;
   }
 
   // What a piece leaves, for the one after it, and what the one before has left.
   __device__ __forceinline__ void hand_on(int index) {
+    index = index * S::kKeepers + which;
     float4* const to = place(index);
 #pragma unroll
     for (int i = 0; i < K / 8; i++)
       __stcg(to + i * kGroup,
              float4{state.s[4 * i], state.s[4 * i + 1], state.s[4 * i + 2], state.s[4 * i + 3]});
-    arrive_all(cut.arrivals + index, 1, thread == 0);
+    arrive_all(cut.arrivals + index, barrier(), thread() == 0);
   }
   __device__ __forceinline__ void take_over(int index) {
+    index = index * S::kKeepers + which;
     const float4* const from = place(index);
-    wait_for(cut.arrivals + index, 1, thread == 0);
+    wait_for(cut.arrivals + index, barrier(), thread() == 0);
 #pragma unroll
     for (int i = 0; i < K / 8; i++) {
       const float4 x = __ldcg(from + i * kGroup);
@@ -193,6 +321,6 @@ struct Keeper {
   }
   __device__ __forceinline__ float4* place(int index) const {
     return reinterpret_cast<float4*>(cut.states) + static_cast<long long>(index) * (16 * K) +
-           forget(thread);
+           thread();
   }
 };

@@ -3,9 +3,10 @@
 //   inverse = (I + A)^-1,  A_ij = beta_i D_ij k_i . k_j for j < i
 //   scores_ij = scale D_ij q_i . k_j for j <= i
 //
-// with D_ij = gate_{j+1} ... gate_i (decay.cuh). The inverse is found by substitution, in float32
-// inside blocks of 16 x 16; from block to block products are of numbers with 8 bits, or 16 where
-// keys are much alike. Warp r has the rows of block r.
+// with D_ij = gate_{j+1} ... gate_i. The inverse is found by substitution, in float32 inside blocks
+// of 16 x 16; from block to block products are of numbers with 8 bits, or 16 where keys are much
+// alike. Warp r has the rows of block r of A, and those of block 3 - r of the scores: as many blocks
+// as every other warp.
 #pragma once
 #include "delta_feed_sm90.cuh"
 
@@ -14,228 +15,378 @@ constexpr float kGrowing = 1.01f;        // that a state may grow by in a token,
 constexpr float kStrainSteps = 1 << 10;  // of which sums of squares are counted
 
 // Addresses are found anew wherever they are needed: they would take registers meanwhile.
-template <class S, int kStages>
+template <class S, int kStages, bool kNormalise, bool kPieces>
 struct Preparer {
   Shared<S, kStages>& shared;
-  int r, lane;
-  unsigned at;  // which chunk of the block; every second one is this group's
+  const CallArgs& a;
+  const DeltaPieceArgs& cut;
+  int group, r, lane;
+  unsigned at;  // which chunk of the block; every kPreparers'th is this group's
 
-  // Makes the tables of every second chunk.
-  __device__ __forceinline__ void walk() {
-    const volatile unsigned& chunks = shared.chunks;
+  // Makes the tables of its chunks.
+  __device__ __forceinline__ void walk(const TensorMap& q_map, const TensorMap& k_map) {
+    Fetched gate;
+    move(first_cursor(a, cut, warm(), group));
+    gate.fetch(a, cursor(), r, lane);
+    put_gate(gate);
+    meet();
 #pragma unroll 1
-    for (; at < chunks; at += kPreparers) {
-      make();
-      if (lane == 0) shared.prepared[table()].arrive();
+    for (; cursor().index >= 0; at += S::kPreparers) {
+      const bool wild = fresh().begin(q_map, k_map);
+      gate.fetch(a, cursor(), r, lane);
+      shared.weighed[stage()].wait(parity());
+      shared.loaded[stage()].wait(parity());
+      fresh().make(wild, gate);
+      __syncwarp();
+      if (lane == 0) shared.prepared[stage()].arrive();
     }
   }
 
  private:
-  __device__ __forceinline__ void make() const {
-    float scores[32], diagonal[2][4];
-    // parity tells a phase from the next one only, and what was there before may be the other
-    // group's
-    if (kStages % kPreparers && at > 0) wait_for(at - 1);
-    wait_for(at);
-    fresh().put_errors();
-    fresh().invert_diagonal(diagonal);
-    unsigned rounded[4];
-    pack_left(rounded, diagonal);
-    put_block(to().scores, r, rounded);
-    meet();
-    if (__builtin_expect(strain().any(), 0)) {
-      wait_for_rests();
-      fresh().complete_carefully(diagonal);
-      fresh().multiply_rows(scores, queries(), keys());
-      wgmma_wait<0>();
-      settle(scores);
-      fresh().template weigh<true, false>(scores);
-      fresh().template put_scores<true>(scores);
-    } else {
-      fresh().multiply_rows(scores, queries(), keys());
-      fresh().complete(rounded);
-      wgmma_wait<0>();
-      settle(scores);
-      fresh().template weigh<false, false>(scores);
-      fresh().template put_scores<false>(scores);
-    }
-    fence_shared();
+  __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
+  __device__ __forceinline__ Cursor& cursor() const { return shared.cursors[4 * group + r]; }
+  __device__ __forceinline__ void move(const Cursor& to) const {
     __syncwarp();
-  }
-
-  __device__ __forceinline__ void wait_for(unsigned chunk) const {
-    shared.loaded[chunk % kStages].wait(chunk / kStages % 2);
-    shared.weighed[chunk % kStages].wait(chunk / kStages % 2);
+    if (lane == 0) cursor() = to;
+    __syncwarp();
   }
   // The same, of which the compiler does not know that: addresses are worked out anew, where they
   // would take registers meanwhile.
   __device__ __forceinline__ Preparer fresh() const {
-    return {shared, forget(r), forget(lane), static_cast<unsigned>(forget(at))};
+    return {shared, a, cut, forget(group), forget(r), forget(lane),
+            static_cast<unsigned>(forget(at))};
   }
   __device__ __forceinline__ unsigned stage() const { return at % kStages; }
-  __device__ __forceinline__ unsigned table() const { return at % kTables; }
-  __device__ __forceinline__ PreparedChunk& to() const { return shared.tables[table()]; }
-  __device__ __forceinline__ Rests& rests() const { return shared.rests[at % kPreparers]; }
-  __device__ __forceinline__ Strain& strain() const { return shared.strain[table()]; }
-  __device__ __forceinline__ const TokenWeights& weights() const { return shared.weights[stage()]; }
-  __device__ __forceinline__ const unsigned short* queries() const {
-    return shared.stages[stage()];
-  }
-  __device__ __forceinline__ const unsigned short* keys() const { return queries() + S::kQuery; }
-  __device__ __forceinline__ void meet() const { sync_threads<kGroup>(at % kPreparers + 2); }
-  // Until nobody reads the rests of the chunk before the last one any longer.
+  __device__ __forceinline__ unsigned parity() const { return at / kStages % 2; }
+  __device__ __forceinline__ PreparedChunk& to() const { return shared.tables[stage()]; }
+  __device__ __forceinline__ Rests& rests() const { return shared.rests[group]; }
+  __device__ __forceinline__ Strain& strain() const { return shared.strain[stage()]; }
+  __device__ __forceinline__ TokenDecays& decays() const { return shared.decays[group]; }
+  __device__ __forceinline__ unsigned short* queries() const { return shared.stages[stage()]; }
+  __device__ __forceinline__ unsigned short* keys() const { return queries() + S::kQuery; }
+  __device__ __forceinline__ void meet() const { sync_threads<kGroup>(group + 1); }
+  // Until nobody reads the rests of this group's last chunk any longer.
   __device__ __forceinline__ void wait_for_rests() const {
-    const unsigned before = at + 2 * kTables - kPreparers;
-    shared.tables_free[before % kTables].wait(before / kTables % 2);
+    const unsigned before = at + 2 * kStages - S::kPreparers;
+    shared.free[before % kStages].wait(before / kStages % 2);
   }
 
-  __device__ __forceinline__ float* scratch() const {  // 16 rows of kDiagonalRow numbers
-    return reinterpret_cast<float*>(to().inverse) + r * (kBlock * kDiagonalRow);
+  // Of this group's next chunk, where the whole group finds it after meeting.
+  __device__ __forceinline__ void put_gate(const Fetched& gate) const {
+    float* const to = lane / 16 ? decays().beta : decays().gate;
+    to[r * kBlock + lane % 16] = gate.value(a, lane);
   }
-  // Where this lane's row of block (r, c) begins, for stmatrix and for ldmatrix.
-  __device__ __forceinline__ int place(int c) const {
-    return r * (kBlock * 64) + swizzled(lane % 16, 2 * c + lane / 16);
+  // Has q and k copied, weighs tokens and moves on to this group's next chunk. Whether decays are
+  // wild.
+  __device__ __forceinline__ bool begin(const TensorMap& q_map, const TensorMap& k_map) const {
+    Cursor place = cursor();
+    shared.free[stage()].wait(parity() ^ 1);
+    if (r == 1 && lane == 0) load(place, q_map, k_map);
+    const int left = place.stop - place.token();
+    const float2 gate = *reinterpret_cast<const float2*>(decays().gate + 2 * lane);
+    const float2 beta = *reinterpret_cast<const float2*>(decays().beta + 2 * lane);
+    float2 query = {static_cast<float>(a.scale), static_cast<float>(a.scale)}, key = {1, 1};
+    if (__builtin_expect(left < kChunk && place.stop < a.T, 0)) clear_rest(left);
+    if (kNormalise) find_units(query, key);
+    const bool wild = weigh_tokens(gate, beta, query, key);
+    __syncwarp();
+    if (lane == 0) shared.weighed[stage()].arrive();
+    advance(place, a, cut, warm(), S::kPreparers);
+    move(place);
+    return wild;
   }
-  __device__ __forceinline__ void put_block(unsigned short* tile, int c,
-                                            const unsigned (&x)[4]) const {
-    stmatrix_x4(tile + place(c), x[0], x[1], x[2], x[3]);
+  __device__ __forceinline__ void load(const Cursor& place, const TensorMap& q_map,
+                                       const TensorMap& k_map) const {
+    Barrier& barrier = shared.loaded[stage()];
+    barrier.arrive_and_expect(2 * 2 * S::kQuery);
+    for (int i = 0; i < S::kKeyTiles; i++)
+      load_tile(keys() + i * kTile, k_map, i * 64, place.hq, place.token(), place.b, barrier);
+    for (int i = 0; i < S::kKeyTiles; i++)
+      load_tile(queries() + i * kTile, q_map, i * 64, place.hq, place.token(), place.b, barrier);
   }
-  // Block (r - e, c) as the right factor of mma.
-  __device__ __forceinline__ void get(unsigned (&x)[4], const unsigned short* tile, int e,
-                                      int c) const {
-    ldmatrix_x4<true>(x, tile + place(c) - e * (kBlock * 64));
+  // Keys of the next sequence, which may be NaN.
+  __device__ __forceinline__ void clear_rest(int left) const {
+    shared.loaded[stage()].wait(parity());
+#pragma unroll 1
+    for (int i = 0; i < S::kKeyTiles; i++)
+#pragma unroll 1
+      for (int e = max(left, r * kBlock) * 64 + lane; e < (r + 1) * (kBlock * 64); e += 32)
+        keys()[i * kTile + e] = 0;
+    fence_shared();
+    __syncwarp();
   }
 
-  // d = a b^T for the 64 rows of each, begun and not waited for.
-  static __device__ __forceinline__ void multiply_rows(float (&d)[32], const unsigned short* a,
-                                                       const unsigned short* b) {
-    const unsigned long long left = factor(a), right = factor(b);
-    settle(d);
-    wgmma_begin();
+  // What makes the queries and keys of a lane's two tokens of unit length, by all of the group.
+  __device__ __forceinline__ void find_units(float2& query, float2& key) const {
+    shared.loaded[stage()].wait(parity());
+    const int row = r * kBlock + lane / 2;
+    const float q = unit_factor(queries(), row, lane % 2), k = unit_factor(keys(), row, lane % 2);
+    if (lane % 2 == 0) decays().query[row] = q, decays().row[row] = k;
+    meet();
+    const float2 units = *reinterpret_cast<const float2*>(decays().query + 2 * lane);
+    key = *reinterpret_cast<const float2*>(decays().row + 2 * lane);
+    query = {query.x * units.x, query.y * units.y};
+    meet();
+  }
+  // Of one row, by two lanes.
+  static __device__ __forceinline__ float unit_factor(const unsigned short* tiles, int row,
+                                                      int odd) {
+    float sum = 0;
+#pragma unroll 1
+    for (int i = 0; i < S::kKeyTiles; i++)
 #pragma unroll
-    for (int i = 0; i < S::kDim / 16; i++) {
-      const int step = i / 4 * kTile + i % 4 * 16;
-      wgmma<false>(d, later(left, step), later(right, step), i == 0);
+      for (int n = 0; n < 4; n++) {
+        const unsigned short* const at = tiles + i * kTile + swizzled(row, 2 * n + odd);
+        const uint4 x = *reinterpret_cast<const uint4*>(at);
+        const unsigned two[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float low = bfloat16_bits_to_float(two[j] & 0xffff);
+          const float high = bfloat16_bits_to_float(two[j] >> 16);
+          sum += low * low + high * high;
+        }
+      }
+    return rsqrtf(sum + __shfl_xor_sync(0xffffffffu, sum, 1) + 1e-6f);
+  }
+
+  // Every warp finds all of it, two tokens a lane, and writes that of its own block of tokens.
+  __device__ __forceinline__ bool weigh_tokens(float2 gate, float2 beta, float2 query,
+                                               float2 key) const {
+    float peak = fmaxf(1.f, fabsf(gate.x)) * fmaxf(1.f, fabsf(gate.y));  // NaN counts as 1
+    if (__any_sync(0xffffffffu, peak > 1.f))
+#pragma unroll 1
+      for (int step = 1; step < 32; step *= 2) peak *= __shfl_xor_sync(0xffffffffu, peak, step);
+    const bool wild = peak > kWildProduct, own = lane / 8 == r;
+    TokenDecays& d = decays();
+    float in0 = gate.x, in1 = gate.y, end0 = key.x, end1 = key.y;
+    const auto put = [&](float* to, float x, float y) {
+      if (own) *reinterpret_cast<float2*>(to + 2 * lane) = {x, y};
+    };
+    put(d.in[0], in0, in1);
+    put(d.to_end[0], end0, end1);
+    put(d.row, beta.x * key.x, beta.y * key.y);
+    put(d.query, query.x, query.y);
+    float all = bound(in0 * in1, wild);
+    in1 = all, end0 = bound(gate.y * end0, wild);
+#pragma unroll 1
+    for (int level = 1; level < kLevels; level++) {
+      put(d.in[level], in0, in1);
+      put(d.to_end[level], end0, end1);
+      const int step = 1 << (level - 1);
+      const float other = __shfl_xor_sync(0xffffffffu, all, step);
+      const bool later = lane & step;
+      const float before = later ? other : 1.f, after = later ? 1.f : other;
+      in0 *= before, in1 *= before, end0 *= after, end1 *= after, all *= other;
+      if (__builtin_expect(wild, 0)) {
+        in0 = bounded(in0), in1 = bounded(in1), all = bounded(all);
+        end0 = bounded(end0), end1 = bounded(end1);
+      }
     }
-    wgmma_commit();
+    TokenWeights& w = shared.weights[stage()];
+    put(w.beta, beta.x, beta.y);
+    put(w.from, in0 * key.x, in1 * key.y);
+    put(w.out, in0 * query.x, in1 * query.y);
+    put(w.to_end, end0, end1);
+    if (r == 0 && lane == 0) w.whole = all;
+    return wild;
+  }
+  static __device__ __forceinline__ float bound(float x, bool wild) {
+    return wild ? bounded(x) : x;
   }
 
-  // A below the diagonal, rounded, to where the scores will lie, with what is rounded off where
-  // rests of scores will lie; on the diagonal, as it is, to the scratch.
-  __device__ __forceinline__ void put_errors() const {
-    float kk[32];
-    multiply_rows(kk, keys(), keys());
-    wgmma_wait<0>();
-    settle(kk);
-    const bool wild = weights().decay.wild;
-    if (__builtin_expect(wild, 0))
-      weigh<true, true>(kk);
+  // If keys are much alike, all of it once more, with 16 bits of each number.
+  __device__ __forceinline__ void make(bool wild, const Fetched& gate) const {
+    for (bool low = false;; low = true) {
+      const float squares = fresh().template make_row<true>(r, low, wild);
+      if (!low) {
+        const bool careful = wild || strained(squares);
+        if (lane == 0) strain().rows[r] = careful;
+      }
+      fresh().invert_diagonal(low, wild);
+      fresh().template make_row<false>(kBlocks - 1 - r, low, wild);
+      put_gate(gate);
+      meet();
+      if (low || __builtin_expect(!strain().any(), 1)) break;
+      wait_for_rests();
+    }
+    if (__builtin_expect(strain().any(), 0))
+      fresh().complete_carefully(wild);
     else
-      weigh<false, true>(kk);
-    const bool careful = wild || strained(kk);
-    shared.tables_free[table()].wait(at / kTables % 2 ^ 1);
-    if (lane == 0) strain().rows[r] = careful;
-    if (__builtin_expect(careful, 0)) wait_for_rests();
-    fresh().put_rows(kk, careful);
+      fresh().complete();
+    fence_shared();
   }
-  __device__ __forceinline__ void put_rows(const float (&kk)[32], bool careful) const {
-    float* const block = scratch() + lane / 4 * kDiagonalRow + lane % 4 * 2;
+
+  // While the inverse is being made, its place holds blocks of A on the diagonal, as float32 numbers
+  // and then inverted, and those below it.
+  __device__ __forceinline__ unsigned short* scratch(int row) const {
+    return to().inverse + row * (2 * kBlock * kDiagonalRow);
+  }
+  __device__ __forceinline__ unsigned short* compact(int row, int c) const {
+    return to().inverse + kBlocks * (2 * kBlock * kDiagonalRow) +
+           (row * (row - 1) / 2 + c) * (kBlock * kBlock);
+  }
+  __device__ __forceinline__ void put_compact(unsigned short* block, const unsigned (&x)[4]) const {
+    stmatrix_x4(block + 8 * lane, x[0], x[1], x[2], x[3]);
+  }
+  __device__ __forceinline__ void get_compact(unsigned (&x)[4], const unsigned short* block) const {
+    ldmatrix_x4(x, block + 8 * lane);
+  }
+  // Where this lane's row of block (row, c) of a tile begins, for stmatrix.
+  __device__ __forceinline__ int place(int row, int c) const {
+    return row * (kBlock * 64) + swizzled(lane % 16, 2 * c + lane / 16);
+  }
+  __device__ __forceinline__ void put_block(unsigned short* tile, int row, int c,
+                                            const unsigned (&x)[4]) const {
+    stmatrix_x4(tile + place(row, c), x[0], x[1], x[2], x[3]);
+  }
+
+  // A row of blocks: of A below the diagonal, rounded, with what is rounded off if `low`, and on the
+  // diagonal as it is; returns this lane's sum of their squares. Or of the scores.
+  template <bool kErrors>
+  __device__ __forceinline__ float make_row(int row, bool low, bool wild) const {
+    unsigned left[S::kDim / 16][4];
+    const unsigned short* const from = (kErrors ? keys() : queries()) + row * (kBlock * 64);
 #pragma unroll
-    for (int c = 0; c < kBlocks; c++) {
-      const float* const x = kk + 8 * c;
-      if (c < r) {
-        const unsigned a[4] = {pack_bfloat16(x[0], x[1]), pack_bfloat16(x[2], x[3]),
-                               pack_bfloat16(x[4], x[5]), pack_bfloat16(x[6], x[7])};
-        put_block(to().scores, c, a);
-      } else if (c == r) {
+    for (int i = 0; i < S::kDim / 16; i++)
+      ldmatrix_x4(left[i], from + i / 4 * kTile + (swizzled(lane % 16, lane / 16) ^ i % 4 * 16));
+    const TokenDecays& d = decays();
+    float near[2], far[2], squares = 0;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const int t = row * kBlock + lane / 4 + 8 * n;
+      const float own = kErrors ? d.row[t] : d.query[t];
+      near[n] = bound(own * d.in[4][t], wild);
+      far[n] = bound(own * d.in[5][t], wild);
+    }
+#pragma unroll 1
+    for (int c = 0; c <= row; c++) {
+      float x[2][4];
+      multiply_block(x, left, c);
+      if (c < row) {
+        const bool apart = (row ^ c) & 2;
+        const float* const col = d.to_end[apart ? 5 : 4] + c * kBlock + lane % 4 * 2;
+        const float by[2] = {apart ? far[0] : near[0], apart ? far[1] : near[1]};
+        if (__builtin_expect(wild, 0))
+          weigh<true>(x, by, col);
+        else
+          weigh<false>(x, by, col);
+      } else if (__builtin_expect(wild, 0)) {
+        weigh_diagonal<true, kErrors>(x, row);
+      } else {
+        weigh_diagonal<false, kErrors>(x, row);
+      }
+      if (kErrors)
+#pragma unroll
+        for (int i = 0; i < 8; i++) squares += x[i / 4][i % 4] * x[i / 4][i % 4];
+      if (kErrors && c == row) {
+        float* const block = reinterpret_cast<float*>(scratch(row)) + lane / 4 * kDiagonalRow +
+                             lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 4; i++)
           *reinterpret_cast<float2*>(block + i % 2 * (8 * kDiagonalRow) + i / 2 * 8) = {
-              x[2 * i], x[2 * i + 1]};
-      }
-    }
-    if (__builtin_expect(careful, 0))
-#pragma unroll
-      for (int c = 0; c < kBlocks - 1; c++)
-        if (c < r) put_low(c, split(kk + 8 * c).low);
-  }
-
-  // Products of rows with keys times their decays: A with weights().row, below the diagonal, or
-  // scores with weights().query, on it too. What lies above may be anything, NaN too: it is not
-  // multiplied away.
-  template <bool kWild, bool kErrors>
-  __device__ __forceinline__ void weigh(float (&x)[32]) const {
-    const Decay& decay = weights().decay;
-    const int g = lane / 4, j = lane % 4 * 2;
-    const float* const own = (kErrors ? weights().row : weights().query) + r * kBlock + g;
-    const float4 b = *reinterpret_cast<const float4*>(decay.between[r]);
-    const float between[kBlocks] = {b.x, b.y, b.z, b.w};
-    float from[2], diagonal[8];
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-      const int half = n / 2, low = n % 2;
-      if (half == 0)
-        from[low] = times<kWild>(own[8 * low], decay.in_block[r * kBlock + g + 8 * low]);
-      const float2 d =
-          *reinterpret_cast<const float2*>(decay.diagonal[r][g + 8 * low] + half * 8 + j);
-      diagonal[2 * n] = times<kWild>(own[8 * low], d.x);
-      diagonal[2 * n + 1] = times<kWild>(own[8 * low], d.y);
-    }
-#pragma unroll
-    for (int c = 0; c < kBlocks; c++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float2 col =
-            *reinterpret_cast<const float2*>(decay.to_block_end + c * kBlock + half * 8 + j);
-#pragma unroll
-        for (int low = 0; low < 2; low++) {
-          const int n = 2 * half + low, at = g + low * 8 + (r - c) * kBlock, to = half * 8 + j;
-          const float w = times<kWild>(between[c], from[low]);
-          const float w0 = c == r ? diagonal[2 * n] : times<kWild>(w, col.x);
-          const float w1 = c == r ? diagonal[2 * n + 1] : times<kWild>(w, col.y);
-          float* const two = x + c * 8 + n * 2;
-          if (kErrors && half == low && c == r && lane % 4 == g / 2 &&
-              !(fabsf(1 - (g % 2 ? w1 * two[1] : w0 * two[0])) <= kGrowing))
-            shared.grows[at >= static_cast<unsigned>(shared.warm_chunks)] = 1;
-          two[0] = to + kErrors <= at ? times<kWild>(w0, two[0]) : 0.f;
-          two[1] = to + 1 + kErrors <= at ? times<kWild>(w1, two[1]) : 0.f;
+              x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]};
+      } else {
+        unsigned high[4];
+        pack_left(high, x);
+        if (kErrors)
+          put_compact(compact(row, c), high);
+        else
+          put_block(to().scores, row, c, high);
+        if (__builtin_expect(low, 0)) {
+          Split both;
+          both.set(x);
+          if (kErrors)
+            put_low(c, both.low);
+          else
+            rests().scores[lower(row, c)][lane] = left_as_right_transposed(both.low);
         }
       }
+    }
+    return squares;
+  }
+  // x = the rows at hand times keys of block c
+  __device__ __forceinline__ void multiply_block(float (&x)[2][4],
+                                                 const unsigned (&left)[S::kDim / 16][4],
+                                                 int c) const {
+    const unsigned short* const right = keys() + c * (kBlock * 64);
+    const int own = swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    float odd[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = 0;
+#pragma unroll
+    for (int i = 0; i < S::kDim / 16; i += 4) {
+      unsigned b[4][4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) ldmatrix_x4(b[n], right + i / 4 * kTile + (own ^ n * 16));
+#pragma unroll
+      for (int n = 0; n < 4; n++) multiply(n % 2 ? odd : x, left[i + n], b[n]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] += odd[i / 4][i % 4];
+  }
+
+  // Products of tokens of two blocks times what rows and columns are weighed with.
+  template <bool kWild>
+  static __device__ __forceinline__ void weigh(float (&x)[2][4], const float (&by)[2],
+                                               const float* col) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float2 end = *reinterpret_cast<const float2*>(col + half * 8);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        float* const two = x[half] + 2 * n;
+        two[0] = times<kWild>(times<kWild>(by[n], end.x), two[0]);
+        two[1] = times<kWild>(times<kWild>(by[n], end.y), two[1]);
+      }
+    }
+  }
+  // The same inside a block. What lies above the diagonal may be anything, NaN too: it is not
+  // multiplied away.
+  template <bool kWild, bool kErrors>
+  __device__ __forceinline__ void weigh_diagonal(float (&x)[2][4], int row) const {
+    const TokenDecays& d = decays();
+    const int i = lane / 4, t = row * kBlock;
+    const float* const own = (kErrors ? d.row : d.query) + t + i;
+    const float by[2] = {own[0], own[8]};
+    const float across = times<kWild>(by[1], d.in[3][t + i + 8]);
+    const float2 end = *reinterpret_cast<const float2*>(d.to_end[3] + t + lane % 4 * 2);
+    x[0][2] = times<kWild>(times<kWild>(across, end.x), x[0][2]);
+    x[0][3] = times<kWild>(times<kWild>(across, end.y), x[0][3]);
+    x[1][0] = x[1][1] = 0;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const int j = lane % 4 * 2 + e, differ = i ^ j, level = differ < 2 ? 0 : (differ < 4 ? 1 : 2);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        float& p = x[n][2 * n + e];
+        const float in = j < i ? times<kWild>(by[n], d.in[level][t + 8 * n + i]) : by[n];
+        const float w = times<kWild>(in, d.to_end[level][t + 8 * n + j]);
+        if (kErrors && i == j && !(fabsf(1 - w * p) <= kGrowing))
+          shared.grows[static_cast<int>(at) >= warm()] = 1;
+        p = j < i + !kErrors ? times<kWild>(w, p) : 0.f;
+      }
+    }
   }
   // Whether rows of A are long.
-  static __device__ __forceinline__ bool strained(const float (&a)[32]) {
-    float squares = 0;
-#pragma unroll
-    for (int i = 0; i < 32; i++) squares += a[i] * a[i];
+  static __device__ __forceinline__ bool strained(float squares) {
     const int steps = static_cast<int>(fminf(squares, 2 * kStrained) * kStrainSteps);
     return __reduce_add_sync(0xffffffffu, steps) > static_cast<int>(kStrained * kStrainSteps);
   }
 
-  // Weighed scores, with their rests or without.
-  template <bool kRests>
-  __device__ __forceinline__ void put_scores(const float (&scores)[32]) const {
+  // (I + A)^-1 of the block on the diagonal.
+  __device__ __forceinline__ void invert_diagonal(bool low, bool wild) const {
+    float* const block = reinterpret_cast<float*>(scratch(r));
+    float x[kBlock], inverse[2][4];
+    __syncwarp();
+    if (__builtin_expect(wild, 0)) {
+      substitute_wild(block);
+    } else {
+      substitute(x, block);
+      __syncwarp();
 #pragma unroll
-    for (int c = 0; c < kBlocks; c++) {
-      if (c > r) continue;
-      const Split both = split(scores + 8 * c);
-      put_block(to().scores, c, both.high);
-      if (kRests) rests().scores[lower(r, c)][lane] = left_as_right_transposed(both.low);
+      for (int i = 0; i < kBlock; i++)
+        if (i / 8 == lane / 16) block[i * kDiagonalRow + lane % 16] = x[i];
     }
-  }
-
-  // (I + A)^-1 of the block on the diagonal, as mma leaves it.
-  __device__ __forceinline__ void invert_diagonal(float (&inverse)[2][4]) const {
-    float* const block = scratch();
-    float x[kBlock];
-    __syncwarp();
-    if (__builtin_expect(weights().decay.wild, 0))
-      substitute<true>(x, block);
-    else
-      substitute<false>(x, block);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kBlock; i++)
-      if (i / 8 == lane / 16) block[i * kDiagonalRow + lane % 16] = x[i];
     __syncwarp();
     const float* const own = block + lane / 4 * kDiagonalRow + lane % 4 * 2;
 #pragma unroll
@@ -244,10 +395,20 @@ struct Preparer {
           *reinterpret_cast<const float2*>(own + i % 2 * (8 * kDiagonalRow) + i / 2 * 8);
       inverse[i / 2][i % 2 * 2] = two.x, inverse[i / 2][i % 2 * 2 + 1] = two.y;
     }
+    unsigned high[4];
+    pack_left(high, inverse);
+    __syncwarp();
+    put_compact(scratch(r), high);
+    if (__builtin_expect(low, 0)) {
+      Split both;
+      both.set(inverse);
+      put_compact(scratch(r) + kBlock * kBlock, both.low);
+      put_low(r, both.low);
+    }
+    __syncwarp();
   }
 
   // A column a lane, row by row.
-  template <bool kWild>
   __device__ __forceinline__ void substitute(float (&x)[kBlock], const float* block) const {
 #pragma unroll
     for (int i = 0; i < kBlock; i++) {
@@ -259,16 +420,33 @@ struct Preparer {
 #pragma unroll
       for (int j = 0; j < i; j++) {
         const float4& four = a[j / 4];
-        const float f =
-            j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w));
-        x[i] = kWild ? tame(x[i] - tame(f * x[j])) : x[i] - f * x[j];
+        x[i] -= (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) *
+                x[j];
       }
+    }
+  }
+  // The same in little code, each row in place of that of A; rows to come are passed on by one.
+  __device__ __forceinline__ void substitute_wild(float* block) const {
+    float x[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; i++) x[i] = lane % 16 == i ? 1.f : 0.f;
+#pragma unroll 1
+    for (int i = 0; i < kBlock; i++) {
+      const float own = x[0];
+#pragma unroll
+      for (int n = 1; n < kBlock; n++) {
+        const float a = i + n < kBlock ? block[(i + n) * kDiagonalRow + i] : 0.f;
+        x[n - 1] = tame(x[n] - tame(a * own));
+      }
+      __syncwarp();
+      if (lane < kBlock) block[i * kDiagonalRow + lane] = own;
     }
   }
 
   // From the diagonal to the left: T_rc = -(sum over c < m <= r of T_rm A_mc) T_cc, c = r - d.
-  __device__ __forceinline__ void complete(const unsigned (&t0)[4]) const {
-    unsigned t1[4], t2[4], t3[4];
+  __device__ __forceinline__ void complete() const {
+    unsigned t0[4], t1[4] = {}, t2[4] = {}, t3[4] = {};
+    get_compact(t0, scratch(r));
     if (r >= 1) {
       float sum[2][4] = {};
       add(sum, t0, 0, r - 1);
@@ -297,17 +475,21 @@ struct Preparer {
     meet();
 #pragma unroll
     for (int c = 1; c < kBlocks; c++)
-      if (c > r) put_block(to().inverse, c, zeros);
-    put_block(to().inverse, r, t0);
-    if (r >= 1) put_block(to().inverse, r - 1, t1);
-    if (r >= 2) put_block(to().inverse, r - 2, t2);
-    if (r >= 3) put_block(to().inverse, r - 3, t3);
+      if (c > r) put_block(to().inverse, r, c, zeros);
+    put_block(to().inverse, r, r, t0);
+    if (r >= 1) put_block(to().inverse, r, r - 1, t1);
+    if (r >= 2) put_block(to().inverse, r, r - 2, t2);
+    if (r >= 3) put_block(to().inverse, r, r - 3, t3);
+  }
+  // Block (row, c) as the right factor of mma.
+  __device__ __forceinline__ void get(unsigned (&x)[4], int row, int c) const {
+    ldmatrix_x4<true>(x, (c == row ? scratch(row) : compact(row, c)) + 8 * lane);
   }
   // sum += x A, A's block (r - e, c)
   __device__ __forceinline__ void add(float (&sum)[2][4], const unsigned (&x)[4], int e,
                                       int c) const {
     unsigned right[4];
-    get(right, to().scores, e, c);
+    get(right, r - e, c);
     multiply(sum, x, right);
   }
   __device__ __forceinline__ void finish(unsigned (&t)[4], const float (&sum)[2][4], int d) const {
@@ -320,17 +502,10 @@ struct Preparer {
   }
 
   // The same with 16 bits of each number.
-  __device__ __forceinline__ void complete_carefully(const float (&diagonal)[2][4]) const {
-    const bool wild = weights().decay.wild;
-    const unsigned zeros[4] = {};
-    Split t[kBlocks];  // from the diagonal to the left
-    if (!strain().rows[r])
-#pragma unroll
-      for (int c = 0; c < kBlocks - 1; c++)
-        if (c < r) put_low(c, zeros);
-    t[0].set(diagonal);
-    put_low(r, t[0].low);
-    meet();
+  __device__ __forceinline__ void complete_carefully(bool wild) const {
+    Split t[kBlocks] = {};  // from the diagonal to the left
+    get_compact(t[0].high, scratch(r));
+    get_compact(t[0].low, scratch(r) + kBlock * kBlock);
 #pragma unroll
     for (int d = 1; d < kBlocks; d++)
       if (d <= r) {
@@ -352,24 +527,19 @@ struct Preparer {
   __device__ __forceinline__ void put_low(int c, const unsigned (&x)[4]) const {
     unsigned b[4];
     left_as_right(b, x);
-    rests().scores[lower(r, c)][lane] = {b[0], b[1], b[2], b[3]};
+    rests().inverse[lower(r, c)][lane] = {b[0], b[1], b[2], b[3]};
   }
   // sum += x (block (r - e, c) of A, or of the inverse on the diagonal)
   __device__ __forceinline__ void add(float (&sum)[2][4], const Split& x, int e, int c,
                                       bool wild) const {
     unsigned right[4];
-    const uint4 low = rests().scores[lower(r - e, c)][lane];
+    const uint4 low = rests().inverse[lower(r - e, c)][lane];
     multiply(sum, x.high, {low.x, low.y, low.z, low.w});
-    get(right, to().scores, e, c);
+    get(right, r - e, c);
     multiply(sum, x.low, right);
     multiply(sum, x.high, right);
     if (wild)
 #pragma unroll
       for (int i = 0; i < 8; i++) sum[i / 4][i % 4] = tame(sum[i / 4][i % 4]);
-  }
-  static __device__ __forceinline__ Split split(const float* x) {
-    Split y;
-    y.set({{x[0], x[1], x[2], x[3]}, {x[4], x[5], x[6], x[7]}});
-    return y;
   }
 };

@@ -341,7 +341,8 @@ __device__ __forceinline__ unsigned long long factor(const void* tile, int leadi
 
 // The same from so many 16-bit numbers later on, a multiple of 8.
 __device__ __forceinline__ unsigned long long later(unsigned long long factor, int numbers) {
-  return factor + numbers / 8;
+  const unsigned low = static_cast<unsigned>(factor) + numbers / 8;  // nothing is carried over
+  return factor >> 32 << 32 | low;
 }
 
 // Before a product's registers or shared memory are touched by wgmma, and after they have been.

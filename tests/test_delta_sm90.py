@@ -94,13 +94,13 @@ def on_this_cpu(kernels: simt.Kernels, case: Case, x: dict, grid: int = 0, **how
     p, y, state, args, *_ = on_host(case, x)
     tile = case.tile
     items = p.N * p.H * tile.pieces * tile.column_blocks
-    states = np.full(items * tile.K * keepers.COLUMNS, np.nan, np.float32)
-    arrivals = np.zeros(items, np.uint32)
+    states = np.full(p.N * p.H * tile.pieces * tile.states, np.nan, np.float32)
+    arrivals = np.zeros(items * tile.keepers, np.uint32)
     cut = delta_sm90.pieces(p, tile, states.ctypes.data, arrivals.ctypes.data)[0]
     maps = [host_map(np.asarray(a)) for a in (x["q"], x["k"], x["v"], y)]
     grid = items if tile.pieces > 1 else min(items, grid or items)
     shared = tile.shared_bytes
-    kernels.launch(case.expression, grid, keepers.THREADS, shared, [args, cut, *maps], **how)
+    kernels.launch(case.expression, grid, tile.threads, shared, [args, cut, *maps], **how)
     return y, state
 
 

@@ -13,10 +13,10 @@ from .. import arrays
 from ..arrays import View
 from ..problem import Problem
 from . import call, loader, tensormap
-from .keepers import COLUMNS, THREADS, KeeperTile
+from .keepers import KeeperTile
 from .plan import Plan
 
-PIECES = struct.Struct("=2Q q 4i")  # DeltaPieceArgs of cuda/delta_feed_sm90.cuh
+PIECES = struct.Struct("=2Q q 6i")  # DeltaPieceArgs of cuda/delta_feed_sm90.cuh
 
 
 @functools.lru_cache(maxsize=4096)
@@ -28,7 +28,7 @@ def expression(tile: KeeperTile, normalise: bool) -> str:
 
 def pieces(p: Problem, tile: KeeperTile, states: int, arrivals: int) -> np.ndarray:
     """The kernel's second argument, laid out as DeltaPieceArgs."""
-    sizes = (tile.piece_size, tile.pieces, tile.column_blocks, p.K, p.V)
+    sizes = (tile.piece_size, tile.pieces, tile.column_blocks, p.K, p.V, 0, 0)
     packed = PIECES.pack(states, arrivals, *sizes)
     return np.frombuffer(packed, np.dtype((np.void, PIECES.size)))
 
@@ -45,12 +45,13 @@ def launch(
     items = p.N * p.H * tile.pieces * tile.column_blocks
     cut = pieces(p, tile, 0, 0)
     if tile.pieces > 1:
-        states = items * tile.K * COLUMNS
-        space = arrays.empty(p.v, (states + items,), "float32")
+        states = p.N * p.H * tile.pieces * tile.states
+        counts = items * tile.keepers
+        space = arrays.empty(p.v, (states + counts,), "float32")
         arrivals = space.ptr + 4 * states
         cut = pieces(p, tile, space.ptr, arrivals)
         stream = cupy.cuda.get_current_stream().ptr
-        cupy.cuda.runtime.memsetAsync(arrivals, 0, 4 * items, stream)
+        cupy.cuda.runtime.memsetAsync(arrivals, 0, 4 * counts, stream)
     maps = [tensormap.make(x) for x in (p.q, p.k, p.v, y)]
     name = expression(tile, p.qk_l2norm)
     kernel: Any = loader.kernel(
@@ -59,5 +60,5 @@ def launch(
     multiprocessors = cupy.cuda.Device(p.v.device).attributes["MultiProcessorCount"]
     blocks = items if tile.pieces > 1 else min(items, multiprocessors)
     args = (call.arguments(p, y, state, offsets), cut, *maps)
-    kernel((blocks,), (THREADS,), args, shared_mem=tile.shared_bytes)
+    kernel((blocks,), (tile.threads,), args, shared_mem=tile.shared_bytes)
     return space

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .chunks import CHUNK, DECAY_BYTES, PIECE_CHUNKS, SHORTEST
-from .warpgroups import MAX_ITEMS, RING_BYTES, TILE_BYTES
+from .chunks import CHUNK, PIECE_CHUNKS, SHORTEST
+from .warpgroups import MAX_ITEMS, TILE_BYTES
 
 MIN_K, MAX_K = 33, 128  # in fewer dimensions keys are so much alike that tiles would be half empty
-COLUMNS = 64  # of V, of a block
-THREADS = 512
-TABLES, PREPARERS = 3, 2
+COLUMNS = 64  # of V, of a keeper
 REST_BYTES = 2 * 10 * 512  # sizeof(Rests)
-STRAIN_BYTES = 16
+STRAIN_BYTES, CURSOR_BYTES = 16, 64
+TOKEN_BYTES = 4 * (2 * 6 + 4) * CHUNK  # sizeof(TokenDecays)
+WEIGHT_BYTES = 4 * (4 * CHUNK + 4)  # sizeof(TokenWeights)
 WARM_UP = 10  # chunks that a piece begins early, with gates near 0.93; fewer where they are smaller
 
 
@@ -32,14 +32,31 @@ class KeeperTile:
         return "whole sequences" if self.pieces == 1 else f"sequences in {self.pieces} pieces"
 
     @property
+    def keepers(self) -> int:
+        """Warpgroups that keep columns of the state."""
+        return self.K // 64
+
+    @property
+    def preparers(self) -> int:
+        return 3 if self.K == 64 else 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.keepers + self.preparers)
+
+    @property
+    def states(self) -> int:
+        """Numbers of the states of all column blocks of a piece."""
+        return self.column_blocks * self.keepers * self.K * COLUMNS
+
+    @property
     def shared_bytes(self) -> int:
         """sizeof(Shared), and what it may take to begin at a multiple of 1024."""
-        stages = self.stages * (2 * self.K // 64 + 1) * TILE_BYTES
-        tables = TABLES * (2 * TILE_BYTES + STRAIN_BYTES) + PREPARERS * REST_BYTES
-        weights = self.stages * (DECAY_BYTES + 4 * 5 * CHUNK)
-        begin = 4 * (32 + 4)
-        barriers = 8 * (4 * self.stages + 2 * TABLES)
-        size = stages + tables + weights + RING_BYTES + begin + barriers
+        tiles = self.stages * (2 * self.K // 64 + self.keepers + 2)
+        size = tiles * TILE_BYTES + self.preparers * (REST_BYTES + TOKEN_BYTES)
+        size += self.stages * (WEIGHT_BYTES + STRAIN_BYTES)
+        size += (4 * self.preparers + 2 * self.keepers) * CURSOR_BYTES + 4 * (32 + 3)
+        size = -(-size // 8) * 8 + 8 * self.stages * (4 + self.keepers)
         return 1024 + -(-size // 1024) * 1024
 
 
@@ -51,7 +68,8 @@ def best_tile(
 
     Heads that are too few to fill the chip are cut along T, into pieces that run all at once.
     """
-    column_blocks = -(-V // COLUMNS)
+    dim = 64 if K <= 64 else 128
+    column_blocks = -(-V // dim)
     blocks = items * column_blocks
     if not MIN_K <= K <= MAX_K or T < SHORTEST or blocks > MAX_ITEMS:
         return None
@@ -61,7 +79,7 @@ def best_tile(
         pieces = 1
     size = -(-chunks // pieces)
     tile = KeeperTile(
-        64 if K <= 64 else 128,
+        dim,
         column_blocks,
         4 if K <= 64 else 3,
         -(-chunks // size),
