@@ -38,16 +38,20 @@ struct Keeper {
     for (int i = 0; i < kStages - 1; i++) load_values(i), move_ahead();
   }
   static __device__ __forceinline__ int thread() { return StateColumns64<K>::thread(); }
-
-  // The chunks of an item.
-  __device__ __forceinline__ void walk(int index) {
-    begin(index);
+  // All chunks of all items of the block.
+  __device__ __forceinline__ void walk() {
 #pragma unroll 1
-    for (int c = -warm(); c < now().chunks; c++) {
-      if (kPieces && c == 0 && shared.grows[0]) take_over(index - cut.column_blocks);
-      step(c);
+    for (int next = block_index();; next = now().index + gridDim.x) {
+      begin(next);
+      if (now().index < 0) break;
+#pragma unroll 1
+      for (int c = -warm(); c < now().chunks; c++) {
+        if (kPieces && c == 0 && shared.grows[0]) take_over(now().index - cut.column_blocks);
+        step(c);
+      }
+      end(now().index);
     }
-    end(index);
+    if (thread() == 0) wait_stores();
   }
 
  private:
@@ -249,15 +253,18 @@ struct Keeper {
 
   // The first state of an item.
   __device__ __forceinline__ void begin(int index) {
-    const Item w(a, cut, index);
+    const bool past = index >= Item::count(a, cut);
+    const Item w(a, cut, past ? 0 : index);
     const int col0 = column(w.column_block);
     sync_threads<kGroup>(barrier());
     if (thread() == 0) {
       volatile Cursor& at = now();
+      at.index = past ? -1 : index;
       at.chunks = w.chunks, at.start = w.start, at.stop = w.stop, at.b = w.b, at.h = w.h;
       at.column_block = w.column_block;
     }
     sync_threads<kGroup>(barrier());
+    if (past) return;
     if (a.initial_state && warm() * kChunk == w.start - w.begin) {
       const float* const from = static_cast<const float*>(a.initial_state) +
                                 w.n * a.state_stride[0] + w.h * a.state_stride[1] +

@@ -62,8 +62,6 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
   } else {
     set_registers<S::kRegisters, S::kStateRegisters>();
     Keeper<K, kStages, kPieces> keeper(shared, a, cut, v_map, y_map, group - S::kPreparers);
-#pragma unroll 1
-    for (int i = block_index(); i < Item::count(a, cut); i += gridDim.x) keeper.walk(i);
-    if (keeper.thread() == 0) wait_stores();
+    keeper.walk();
   }
 }
