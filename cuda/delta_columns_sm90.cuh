@@ -31,17 +31,17 @@ struct StateColumns64 {
   float s[K / 2];
 
   // Through forget: registers are too few to keep what is made of it.
-  static __device__ __forceinline__ int thread() { return forget(threadIdx.x) % kGroup; }
+  static __device__ __forceinline__ unsigned thread() { return forget(threadIdx.x) % kGroup; }
   // Where in a tile this lane finds its columns of v, transposed, and leaves y.
-  static __device__ __forceinline__ int own() {
-    const int t = thread(), lane = t % 32;
+  static __device__ __forceinline__ unsigned own() {
+    const unsigned t = thread(), lane = t % 32;
     return swizzled(lane / 16 * 8 + lane % 8, t / 32 * 2 + lane / 8 % 2);
   }
 
   // f(number, row, column) of the state.
   template <class F>
   __device__ __forceinline__ void each(F f) {
-    const int t = thread(), row = t % 4 * 2, col = t / 32 * 16 + t % 32 / 4;
+    const unsigned t = thread(), row = t % 4 * 2, col = t / 32 * 16 + t % 32 / 4;
 #pragma unroll
     for (int i = 0; i < K / 2; i++) f(s[i], row + i / 4 * 8 + i % 2, col + i / 2 % 2 * 8);
   }
@@ -185,7 +185,7 @@ struct StateColumns64 {
   static __device__ __forceinline__ void multiply_rests(float (&d)[32],
                                                         const unsigned (&left)[kBlocks][4],
                                                         const uint4 (&rests)[kLowerBlocks][32]) {
-    const int lane = thread() % 32;
+    const unsigned lane = thread() % 32;
 #pragma unroll
     for (int r = 0; r < kBlocks; r++) {
       float sum[2][4] = {};

@@ -8,7 +8,7 @@ constexpr int kMostWarmUp = 32;        // chunks before a piece that are looked 
 constexpr float kForgotten = -64;      // as a logarithm to base 2
 constexpr float kAllForgotten = -1e4;  // of one chunk; sums of such are finite
 static_assert(kAsInputs == 1 && kLogOfInputs == 3, "odd kinds are stored as inputs are");
-constexpr int kLevels = 6;             // runs of 1, 2, 4, 8, 16 and 32 tokens
+constexpr int kLevels = 6;  // runs of 1, 2, 4, 8, 16 and 32 tokens
 
 struct DeltaPieceArgs {
   float* states;         // (N * H, pieces, column blocks, keepers, K of the kernel * 64)
@@ -67,8 +67,8 @@ struct Shape {
   static constexpr int kDim = K, kKeyTiles = K / 64;
   static constexpr int kKeepers = K == 64 ? 1 : 2, kPreparers = K == 64 ? 3 : 1;  // warpgroups
   static constexpr int kThreads = (kKeepers + kPreparers) * kGroup;
-  static constexpr int kColumns = 64 * kKeepers;                               // of V
-  static constexpr int kQuery = kKeyTiles * kTile;                             // 16-bit numbers
+  static constexpr int kColumns = 64 * kKeepers;    // of V
+  static constexpr int kQuery = kKeyTiles * kTile;  // 16-bit numbers
   static constexpr int kStage = 2 * kQuery + kKeepers * kTile;
   // Of a thread: at first, and by roles, in all no more.
   static constexpr int kRegisters = kThreads == 512 ? 128 : 168;
@@ -99,7 +99,7 @@ struct Shared {
   Cursor cursors[4 * S::kPreparers + 2 * S::kKeepers];
   float forgotten[kMostWarmUp];  // logarithms of decays of chunks
   int warm_chunks;               // before the block's piece
-  int grows[2];  // whether a state may grow in them, or is needed; and after them
+  int grows[2];                  // whether a state may grow in them, or is needed; and after them
   // Of stages: q and k copied, each keeper's v copied, weighed, prepared, free again.
   Barrier loaded[kStages], values[kStages][S::kKeepers];
   Barrier weighed[kStages], prepared[kStages], free[kStages];
@@ -167,8 +167,7 @@ __device__ __forceinline__ int warm_up(const CallArgs& a, const Item& w,
 __device__ __forceinline__ int stored_bytes(int kind) { return kind % 2 ? 2 : 4; }
 __device__ __forceinline__ long long head_address(const void* base, const long long (&stride)[3],
                                                   int kind, int b, int h) {
-  return reinterpret_cast<long long>(base) +
-         (b * stride[0] + h * stride[2]) * stored_bytes(kind);
+  return reinterpret_cast<long long>(base) + (b * stride[0] + h * stride[2]) * stored_bytes(kind);
 }
 
 // The chunk `ahead` of the first one of a block, and those so many further on. `warm` chunks are
@@ -212,9 +211,8 @@ struct Fetched {
     const int t = at.token() + block * kBlock + lane % 16;
     const bool beta = lane / 16;
     const int kind = beta ? a.beta_kind : a.gate_kind;
-    const long long from =
-        (beta ? at.betas : at.gates) +
-        t * (beta ? a.beta_stride[1] : a.gate_stride[1]) * stored_bytes(kind);
+    const long long from = (beta ? at.betas : at.gates) +
+                           t * (beta ? a.beta_stride[1] : a.gate_stride[1]) * stored_bytes(kind);
     real = at.index >= 0 && t < at.stop;
     if (real && kind % 2)
       bits = *reinterpret_cast<const unsigned short*>(from);

@@ -37,7 +37,7 @@ struct Keeper {
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; i++) load_values(i), move_ahead();
   }
-  static __device__ __forceinline__ int thread() { return StateColumns64<K>::thread(); }
+  static __device__ __forceinline__ unsigned thread() { return StateColumns64<K>::thread(); }
   // All chunks of all items of the block.
   __device__ __forceinline__ void walk() {
 #pragma unroll 1
@@ -117,9 +117,7 @@ struct Keeper {
     if (thread() == 0) move_ahead();
     at++;
   }
-  __device__ __forceinline__ int left(int c) const {
-    return now().stop - now().start - c * kChunk;
-  }
+  __device__ __forceinline__ int left(int c) const { return now().stop - now().start - c * kChunk; }
   // Whether tokens of the next sequence follow.
   __device__ __forceinline__ bool shorter(int c) const {
     return left(c) < kChunk && now().stop < a.T;
@@ -144,7 +142,7 @@ struct Keeper {
       state.round(rounded);
       state.read(u, rounded, k);
       if (K == 64) state.read(o, rounded, q);  // for more, registers are too few
-      wgmma_wait < K == 64 ? 1 : 0 > ();
+      wgmma_wait<K == 64 ? 1 : 0>();
       settle(u);
       state.find_errors(x, u, v, weights);
       if (K > 64) state.read(o, rounded, q);

@@ -5,8 +5,8 @@
 //
 // with D_ij = gate_{j+1} ... gate_i. The inverse is found by substitution, in float32 inside blocks
 // of 16 x 16; from block to block products are of numbers with 8 bits, or 16 where keys are much
-// alike. Warp r has the rows of block r of A, and those of block 3 - r of the scores: as many blocks
-// as every other warp.
+// alike. Warp r has the rows of block r of A, and those of block 3 - r of the scores: as many
+// blocks as every other warp.
 #pragma once
 #include "delta_feed_sm90.cuh"
 
@@ -20,8 +20,8 @@ struct Preparer {
   Shared<S, kStages>& shared;
   const CallArgs& a;
   const DeltaPieceArgs& cut;
-  int group, r, lane;
-  unsigned at;  // which chunk of the block; every kPreparers'th is this group's
+  unsigned group, r, lane;  // without a sign, so that quotients are shifts
+  unsigned at;              // which chunk of the block; every kPreparers'th is this group's
 
   // Makes the tables of its chunks.
   __device__ __forceinline__ void walk(const TensorMap& q_map, const TensorMap& k_map) {
@@ -53,8 +53,7 @@ struct Preparer {
   // The same, of which the compiler does not know that: addresses are worked out anew, where they
   // would take registers meanwhile.
   __device__ __forceinline__ Preparer fresh() const {
-    return {shared, a, cut, forget(group), forget(r), forget(lane),
-            static_cast<unsigned>(forget(at))};
+    return {shared, a, cut, forget(group), forget(r), forget(lane), forget(at)};
   }
   __device__ __forceinline__ unsigned stage() const { return at % kStages; }
   __device__ __forceinline__ unsigned parity() const { return at / kStages % 2; }
@@ -110,7 +109,8 @@ struct Preparer {
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++)
 #pragma unroll 1
-      for (int e = max(left, r * kBlock) * 64 + lane; e < (r + 1) * (kBlock * 64); e += 32)
+      for (unsigned e = max(left, static_cast<int>(r) * kBlock) * 64 + lane;
+           e < (r + 1) * (kBlock * 64); e += 32)
         keys()[i * kTile + e] = 0;
     fence_shared();
     __syncwarp();
@@ -119,7 +119,7 @@ struct Preparer {
   // What makes the queries and keys of a lane's two tokens of unit length, by all of the group.
   __device__ __forceinline__ void find_units(float2& query, float2& key) const {
     shared.loaded[stage()].wait(parity());
-    const int row = r * kBlock + lane / 2;
+    const unsigned row = r * kBlock + lane / 2;
     const float q = unit_factor(queries(), row, lane % 2), k = unit_factor(keys(), row, lane % 2);
     if (lane % 2 == 0) decays().query[row] = q, decays().row[row] = k;
     meet();
@@ -129,8 +129,8 @@ struct Preparer {
     meet();
   }
   // Of one row, by two lanes.
-  static __device__ __forceinline__ float unit_factor(const unsigned short* tiles, int row,
-                                                      int odd) {
+  static __device__ __forceinline__ float unit_factor(const unsigned short* tiles, unsigned row,
+                                                      unsigned odd) {
     float sum = 0;
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++)
@@ -216,12 +216,12 @@ struct Preparer {
     fence_shared();
   }
 
-  // While the inverse is being made, its place holds blocks of A on the diagonal, as float32 numbers
-  // and then inverted, and those below it.
-  __device__ __forceinline__ unsigned short* scratch(int row) const {
+  // While the inverse is being made, its place holds blocks of A on the diagonal, as float32
+  // numbers and then inverted, and those below it.
+  __device__ __forceinline__ unsigned short* scratch(unsigned row) const {
     return to().inverse + row * (2 * kBlock * kDiagonalRow);
   }
-  __device__ __forceinline__ unsigned short* compact(int row, int c) const {
+  __device__ __forceinline__ unsigned short* compact(unsigned row, unsigned c) const {
     return to().inverse + kBlocks * (2 * kBlock * kDiagonalRow) +
            (row * (row - 1) / 2 + c) * (kBlock * kBlock);
   }
@@ -232,18 +232,18 @@ struct Preparer {
     ldmatrix_x4(x, block + 8 * lane);
   }
   // Where this lane's row of block (row, c) of a tile begins, for stmatrix.
-  __device__ __forceinline__ int place(int row, int c) const {
+  __device__ __forceinline__ int place(unsigned row, unsigned c) const {
     return row * (kBlock * 64) + swizzled(lane % 16, 2 * c + lane / 16);
   }
-  __device__ __forceinline__ void put_block(unsigned short* tile, int row, int c,
+  __device__ __forceinline__ void put_block(unsigned short* tile, unsigned row, unsigned c,
                                             const unsigned (&x)[4]) const {
     stmatrix_x4(tile + place(row, c), x[0], x[1], x[2], x[3]);
   }
 
-  // A row of blocks: of A below the diagonal, rounded, with what is rounded off if `low`, and on the
-  // diagonal as it is; returns this lane's sum of their squares. Or of the scores.
+  // A row of blocks: of A below the diagonal, rounded, with what is rounded off if `low`, and on
+  // the diagonal as it is; returns this lane's sum of their squares. Or of the scores.
   template <bool kErrors>
-  __device__ __forceinline__ float make_row(int row, bool low, bool wild) const {
+  __device__ __forceinline__ float make_row(unsigned row, bool low, bool wild) const {
     unsigned left[S::kDim / 16][4];
     const unsigned short* const from = (kErrors ? keys() : queries()) + row * (kBlock * 64);
 #pragma unroll
@@ -253,13 +253,13 @@ struct Preparer {
     float near[2], far[2], squares = 0;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const int t = row * kBlock + lane / 4 + 8 * n;
+      const unsigned t = row * kBlock + lane / 4 + 8 * n;
       const float own = kErrors ? d.row[t] : d.query[t];
       near[n] = bound(own * d.in[4][t], wild);
       far[n] = bound(own * d.in[5][t], wild);
     }
 #pragma unroll 1
-    for (int c = 0; c <= row; c++) {
+    for (unsigned c = 0; c <= row; c++) {
       float x[2][4];
       multiply_block(x, left, c);
       if (c < row) {
@@ -279,8 +279,8 @@ struct Preparer {
 #pragma unroll
         for (int i = 0; i < 8; i++) squares += x[i / 4][i % 4] * x[i / 4][i % 4];
       if (kErrors && c == row) {
-        float* const block = reinterpret_cast<float*>(scratch(row)) + lane / 4 * kDiagonalRow +
-                             lane % 4 * 2;
+        float* const block =
+            reinterpret_cast<float*>(scratch(row)) + lane / 4 * kDiagonalRow + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 4; i++)
           *reinterpret_cast<float2*>(block + i % 2 * (8 * kDiagonalRow) + i / 2 * 8) = {
@@ -307,9 +307,9 @@ struct Preparer {
   // x = the rows at hand times keys of block c
   __device__ __forceinline__ void multiply_block(float (&x)[2][4],
                                                  const unsigned (&left)[S::kDim / 16][4],
-                                                 int c) const {
+                                                 unsigned c) const {
     const unsigned short* const right = keys() + c * (kBlock * 64);
-    const int own = swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const unsigned own = swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     float odd[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 8; i++) x[i / 4][i % 4] = 0;
@@ -343,9 +343,9 @@ struct Preparer {
   // The same inside a block. What lies above the diagonal may be anything, NaN too: it is not
   // multiplied away.
   template <bool kWild, bool kErrors>
-  __device__ __forceinline__ void weigh_diagonal(float (&x)[2][4], int row) const {
+  __device__ __forceinline__ void weigh_diagonal(float (&x)[2][4], unsigned row) const {
     const TokenDecays& d = decays();
-    const int i = lane / 4, t = row * kBlock;
+    const unsigned i = lane / 4, t = row * kBlock;
     const float* const own = (kErrors ? d.row : d.query) + t + i;
     const float by[2] = {own[0], own[8]};
     const float across = times<kWild>(by[1], d.in[3][t + i + 8]);
@@ -355,7 +355,8 @@ struct Preparer {
     x[1][0] = x[1][1] = 0;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const int j = lane % 4 * 2 + e, differ = i ^ j, level = differ < 2 ? 0 : (differ < 4 ? 1 : 2);
+      const unsigned j = lane % 4 * 2 + e, differ = i ^ j,
+                     level = differ < 2 ? 0 : (differ < 4 ? 1 : 2);
 #pragma unroll
       for (int n = 0; n < 2; n++) {
         float& p = x[n][2 * n + e];
@@ -420,8 +421,8 @@ struct Preparer {
 #pragma unroll
       for (int j = 0; j < i; j++) {
         const float4& four = a[j / 4];
-        x[i] -= (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) *
-                x[j];
+        x[i] -=
+            (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) * x[j];
       }
     }
   }
@@ -482,12 +483,12 @@ struct Preparer {
     if (r >= 3) put_block(to().inverse, r, r - 3, t3);
   }
   // Block (row, c) as the right factor of mma.
-  __device__ __forceinline__ void get(unsigned (&x)[4], int row, int c) const {
+  __device__ __forceinline__ void get(unsigned (&x)[4], unsigned row, unsigned c) const {
     ldmatrix_x4<true>(x, (c == row ? scratch(row) : compact(row, c)) + 8 * lane);
   }
   // sum += x A, A's block (r - e, c)
-  __device__ __forceinline__ void add(float (&sum)[2][4], const unsigned (&x)[4], int e,
-                                      int c) const {
+  __device__ __forceinline__ void add(float (&sum)[2][4], const unsigned (&x)[4], unsigned e,
+                                      unsigned c) const {
     unsigned right[4];
     get(right, r - e, c);
     multiply(sum, x, right);
@@ -524,13 +525,13 @@ struct Preparer {
       if (d <= r) rests().inverse[lower(r, r - d)][lane] = left_as_right_transposed(t[d].low);
   }
   // A block's low bits to where others find them as a right factor.
-  __device__ __forceinline__ void put_low(int c, const unsigned (&x)[4]) const {
+  __device__ __forceinline__ void put_low(unsigned c, const unsigned (&x)[4]) const {
     unsigned b[4];
     left_as_right(b, x);
     rests().inverse[lower(r, c)][lane] = {b[0], b[1], b[2], b[3]};
   }
   // sum += x (block (r - e, c) of A, or of the inverse on the diagonal)
-  __device__ __forceinline__ void add(float (&sum)[2][4], const Split& x, int e, int c,
+  __device__ __forceinline__ void add(float (&sum)[2][4], const Split& x, unsigned e, unsigned c,
                                       bool wild) const {
     unsigned right[4];
     const uint4 low = rests().inverse[lower(r - e, c)][lane];

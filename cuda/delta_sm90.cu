@@ -3,9 +3,9 @@
 //
 // A block walks through the chunks of a sequence for 64 or 128 columns of V of one head. Its
 // warpgroups have roles:
-//   the first ones, by turns, have q and k of a chunk to come copied, weigh its tokens, and make the
-//   inverse and the scores;
-//   the others keep 64 columns of the state each, in registers, have v copied and make outputs.
+//   the first ones, by turns, have q and k of a chunk to come copied, weigh its tokens, and make
+//   the inverse and the scores; the others keep 64 columns of the state each, in registers, have v
+//   copied and make outputs.
 // Stages of shared memory go from hand to hand through barriers.
 //
 // Where heads are too few to fill the chip, a block has a piece of a sequence. It begins with no
@@ -30,9 +30,9 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
       *reinterpret_cast<Shared<S, kStages>*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   // Through shuffles: where registers are scarce, what is known by its thread's number is worked
   // out again and again.
-  const int lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  const unsigned lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
+  const unsigned group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);
+  const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   if (kPieces) {
     const Item first(a, cut, blockIdx.x);
     const int found = first.piece > 0 ? warm_up(a, first, shared.forgotten) : 0;
@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
 
   if (group < S::kPreparers) {
     set_registers<S::kRegisters, S::kPrepareRegisters>();
-    Preparer<S, kStages, kNormalise, kPieces> preparer{
-        shared, a, cut, group, warp, lane, static_cast<unsigned>(group)};
+    Preparer<S, kStages, kNormalise, kPieces> preparer{shared, a, cut, group, warp, lane, group};
     preparer.walk(q_map, k_map);
   } else {
     set_registers<S::kRegisters, S::kStateRegisters>();

@@ -196,6 +196,10 @@ __device__ __forceinline__ int forget(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ unsigned forget(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // Barriers in shared memory, and what sm_90a adds: copies of tiles by the copy engine, products of
 // whole warpgroups (wgmma), and registers moved between warpgroups.

@@ -265,7 +265,7 @@ def test_tiles_fit_into_shared_memory_and_fill_the_chip():
             assert tile.pieces * tile.piece_size >= T
             blocks = tile.pieces * items * tile.column_blocks
             assert tile.pieces == 1 or blocks <= 132, "all blocks run at once"
-    assert keepers.best_tile(32768, 4, 128, 128, 132, False, plan.SHARED_LIMIT).pieces == 16
+    assert keepers.best_tile(32768, 4, 128, 128, 132, False, plan.SHARED_LIMIT).pieces == 32
     assert keepers.best_tile(32768, 4, 128, 128, 132, True, plan.SHARED_LIMIT).pieces == 1
     assert keepers.best_tile(1000, 64, 129, 64, 132, False, plan.SHARED_LIMIT) is None
     assert keepers.best_tile(63, 64, 64, 64, 132, False, plan.SHARED_LIMIT) is None

@@ -217,6 +217,7 @@ void settle(float (&)[n]) {}
 
 inline int block_index() { return blockIdx.x; }
 inline int forget(int x) { return x; }
+inline unsigned forget(unsigned x) { return x; }
 inline unsigned after(float, unsigned zero) { return zero; }
 
 namespace hopper {
