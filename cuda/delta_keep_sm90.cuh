@@ -141,11 +141,12 @@ struct Keeper {
       float u[32];
       state.round(rounded);
       state.read(u, rounded, k);
-      if (K == 64) state.read(o, rounded, q);  // for more, registers are too few
-      wgmma_wait<K == 64 ? 1 : 0>();
+      constexpr int kPending = K == 64;  // for more, registers are too few
+      if (kPending) state.read(o, rounded, q);
+      wgmma_wait<kPending>();
       settle(u);
       state.find_errors(x, u, v, weights);
-      if (K > 64) state.read(o, rounded, q);
+      if (!kPending) state.read(o, rounded, q);
     }
     if (K > 64) state.decay(weights.whole);
     wgmma_wait<0>();
