@@ -97,7 +97,6 @@ struct Keeper {
     unsigned short* const v = values(slot);
     shared.prepared[slot].wait(parity);
     shared.loaded[slot].wait(parity);
-    shared.weighed[slot].wait(parity);
     shared.values[slot][which].wait(parity);
     if (__builtin_expect(shorter(c), 0)) clear_rest(v, left(c));
     if (__builtin_expect(shared.strain[slot].any(), 0))

@@ -168,7 +168,7 @@ def test_products_of_gates_that_overflow(name, kernels):
 
 # Waits of one block. Left out: those of stores, which come at once here, and for other blocks.
 WAIT = re.compile(r"shared\.\w+\[[^;]*\]\.wait\([^;]*;|wgmma_wait<[^;]*;|\bwait_for_rests\(\);")
-FILES = ("delta_feed_sm90.cuh", "delta_prepare_sm90.cuh", "delta_keep_sm90.cuh")
+FILES = ("delta_prepare_sm90.cuh", "delta_columns_sm90.cuh", "delta_keep_sm90.cuh")
 
 
 def waits() -> list[str]:
@@ -176,8 +176,8 @@ def waits() -> list[str]:
     for file in FILES:
         texts = WAIT.findall((loader.folder() / file).read_text())
         found += [f"{file} {i} {text}" for i, text in enumerate(texts)]
-    # the keeper waits for tables as well, and whoever made them for weights
-    return [x for x in found if "keep" not in x or "weighed" not in x]
+    # the keeper waits for tables as well, and whoever made them for keys
+    return [x for x in found if "keep" not in x or "loaded" not in x]
 
 
 def planted_cases() -> list[tuple[Case, dict]]:
