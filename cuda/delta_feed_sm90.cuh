@@ -60,6 +60,7 @@ struct alignas(16) TokenWeights {
   float out[kChunk];     // of Q S: the decay from the start, times that of the query and scale
   float to_end[kChunk];  // of writes: the decay to the end, times that factor
   float whole;           // all gates
+  int wild;              // whether products of them may overflow
 };
 
 template <int K>
@@ -67,6 +68,7 @@ struct Shape {
   static constexpr int kDim = K, kKeyTiles = K / 64;
   static constexpr int kKeepers = K == 64 ? 1 : 2, kPreparers = K == 64 ? 3 : 1;  // warpgroups
   static constexpr int kThreads = (kKeepers + kPreparers) * kGroup;
+  static constexpr int kWeights = K == 64 ? 8 : 4;
   static constexpr int kColumns = 64 * kKeepers;    // of V
   static constexpr int kQuery = kKeyTiles * kTile;  // 16-bit numbers
   static constexpr int kStage = 2 * kQuery + kKeepers * kTile;
@@ -90,19 +92,20 @@ struct alignas(16) Cursor {
 // Everything in shared memory, from a multiple of 1024 bytes on.
 template <class S, int kStages>
 struct Shared {
+  static_assert(S::kWeights >= kStages + S::kPreparers, "weights are made one turn ahead");
   unsigned short stages[kStages][S::kStage];  // q, k, v; y takes the place of v
   PreparedChunk tables[kStages];
   Rests rests[S::kPreparers];
   TokenDecays decays[S::kPreparers];
-  TokenWeights weights[kStages];
+  TokenWeights weights[S::kWeights];
   Strain strain[kStages];
   Cursor cursors[4 * S::kPreparers + 2 * S::kKeepers];
   float forgotten[kMostWarmUp];  // logarithms of decays of chunks
   int warm_chunks;               // before the block's piece
   int grows[2];                  // whether a state may grow in them, or is needed; and after them
-  // Of stages: q and k copied, each keeper's v copied, weighed, prepared, free again.
+  // Of stages: q and k copied, each keeper's v copied, prepared, free again.
   Barrier loaded[kStages], values[kStages][S::kKeepers];
-  Barrier weighed[kStages], prepared[kStages], free[kStages];
+  Barrier prepared[kStages], free[kStages];
 };
 
 // What a block works on at a time: columns of a sequence of one head, or of a piece of it.

@@ -5,8 +5,8 @@
 //
 // with D_ij = gate_{j+1} ... gate_i. The inverse is found by substitution, in float32 inside blocks
 // of 16 x 16; from block to block products are of numbers with 8 bits, or 16 where keys are much
-// alike. Warp r has the rows of block r of A, and those of block 3 - r of the scores: as many
-// blocks as every other warp.
+// alike. Warp r has the rows of block r. Warp 0, which has the shortest ones, weighs the tokens of
+// the next chunk meanwhile.
 #pragma once
 #include "delta_feed_sm90.cuh"
 
@@ -24,19 +24,23 @@ struct Preparer {
   unsigned at;              // which chunk of the block; every kPreparers'th is this group's
 
   // Makes the tables of its chunks.
-  __device__ __forceinline__ void walk(const TensorMap& q_map, const TensorMap& k_map) {
+  __device__ __forceinline__ void walk() {
+    if (lane == 0) cursor() = first_cursor(a, cut, warm(), group);
+    __syncwarp();
     Fetched gate;
-    move(first_cursor(a, cut, warm(), group));
     gate.fetch(a, cursor(), r, lane);
-    put_gate(gate);
+    fresh().put_gate(gate);
     meet();
+    if (!kNormalise) {
+      if (r == 0) fresh().weigh_tokens(at);
+      meet();
+    }
 #pragma unroll 1
     for (; cursor().index >= 0; at += S::kPreparers) {
-      const bool wild = fresh().begin(q_map, k_map);
-      gate.fetch(a, cursor(), r, lane);
-      shared.weighed[stage()].wait(parity());
+      shared.free[stage()].wait(parity() ^ 1);  // or loaded might be a turn behind
       shared.loaded[stage()].wait(parity());
-      fresh().make(wild, gate);
+      fresh().clear_rest();
+      fresh().make();
       __syncwarp();
       if (lane == 0) shared.prepared[stage()].arrive();
     }
@@ -45,9 +49,9 @@ struct Preparer {
  private:
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
   __device__ __forceinline__ Cursor& cursor() const { return shared.cursors[4 * group + r]; }
-  __device__ __forceinline__ void move(const Cursor& to) const {
+  __device__ __forceinline__ void move() const {
     __syncwarp();
-    if (lane == 0) cursor() = to;
+    if (lane == 0) advance(cursor(), a, cut, warm(), S::kPreparers);
     __syncwarp();
   }
   // The same, of which the compiler does not know that: addresses are worked out anew, where they
@@ -61,6 +65,9 @@ struct Preparer {
   __device__ __forceinline__ Rests& rests() const { return shared.rests[group]; }
   __device__ __forceinline__ Strain& strain() const { return shared.strain[stage()]; }
   __device__ __forceinline__ TokenDecays& decays() const { return shared.decays[group]; }
+  __device__ __forceinline__ TokenWeights& weights(unsigned chunk) const {
+    return shared.weights[chunk % S::kWeights];
+  }
   __device__ __forceinline__ unsigned short* queries() const { return shared.stages[stage()]; }
   __device__ __forceinline__ unsigned short* keys() const { return queries() + S::kQuery; }
   __device__ __forceinline__ void meet() const { sync_threads<kGroup>(group + 1); }
@@ -75,37 +82,10 @@ struct Preparer {
     float* const to = lane / 16 ? decays().beta : decays().gate;
     to[r * kBlock + lane % 16] = gate.value(a, lane);
   }
-  // Has q and k copied, weighs tokens and moves on to this group's next chunk. Whether decays are
-  // wild.
-  __device__ __forceinline__ bool begin(const TensorMap& q_map, const TensorMap& k_map) const {
-    Cursor place = cursor();
-    shared.free[stage()].wait(parity() ^ 1);
-    if (r == 1 && lane == 0) load(place, q_map, k_map);
-    const int left = place.stop - place.token();
-    const float2 gate = *reinterpret_cast<const float2*>(decays().gate + 2 * lane);
-    const float2 beta = *reinterpret_cast<const float2*>(decays().beta + 2 * lane);
-    float2 query = {static_cast<float>(a.scale), static_cast<float>(a.scale)}, key = {1, 1};
-    if (__builtin_expect(left < kChunk && place.stop < a.T, 0)) clear_rest(left);
-    if (kNormalise) find_units(query, key);
-    const bool wild = weigh_tokens(gate, beta, query, key);
-    __syncwarp();
-    if (lane == 0) shared.weighed[stage()].arrive();
-    advance(place, a, cut, warm(), S::kPreparers);
-    move(place);
-    return wild;
-  }
-  __device__ __forceinline__ void load(const Cursor& place, const TensorMap& q_map,
-                                       const TensorMap& k_map) const {
-    Barrier& barrier = shared.loaded[stage()];
-    barrier.arrive_and_expect(2 * 2 * S::kQuery);
-    for (int i = 0; i < S::kKeyTiles; i++)
-      load_tile(keys() + i * kTile, k_map, i * 64, place.hq, place.token(), place.b, barrier);
-    for (int i = 0; i < S::kKeyTiles; i++)
-      load_tile(queries() + i * kTile, q_map, i * 64, place.hq, place.token(), place.b, barrier);
-  }
   // Keys of the next sequence, which may be NaN.
-  __device__ __forceinline__ void clear_rest(int left) const {
-    shared.loaded[stage()].wait(parity());
+  __device__ __forceinline__ void clear_rest() const {
+    const int stop = cursor().stop, left = stop - cursor().token();
+    if (__builtin_expect(left >= kChunk || stop >= a.T, 1)) return;
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++)
 #pragma unroll 1
@@ -113,19 +93,14 @@ struct Preparer {
            e < (r + 1) * (kBlock * 64); e += 32)
         keys()[i * kTile + e] = 0;
     fence_shared();
-    __syncwarp();
+    meet();
   }
 
-  // What makes the queries and keys of a lane's two tokens of unit length, by all of the group.
-  __device__ __forceinline__ void find_units(float2& query, float2& key) const {
-    shared.loaded[stage()].wait(parity());
+  // What makes queries and keys of unit length, to where weigh_tokens finds it.
+  __device__ __forceinline__ void find_units() const {
     const unsigned row = r * kBlock + lane / 2;
     const float q = unit_factor(queries(), row, lane % 2), k = unit_factor(keys(), row, lane % 2);
     if (lane % 2 == 0) decays().query[row] = q, decays().row[row] = k;
-    meet();
-    const float2 units = *reinterpret_cast<const float2*>(decays().query + 2 * lane);
-    key = *reinterpret_cast<const float2*>(decays().row + 2 * lane);
-    query = {query.x * units.x, query.y * units.y};
     meet();
   }
   // Of one row, by two lanes.
@@ -149,19 +124,28 @@ struct Preparer {
     return rsqrtf(sum + __shfl_xor_sync(0xffffffffu, sum, 1) + 1e-6f);
   }
 
-  // Every warp finds all of it, two tokens a lane, and writes that of its own block of tokens.
-  __device__ __forceinline__ bool weigh_tokens(float2 gate, float2 beta, float2 query,
-                                               float2 key) const {
+  // By one warp, two tokens a lane.
+  __device__ __forceinline__ void weigh_tokens(unsigned chunk) const {
+    TokenDecays& d = decays();
+    const auto get = [&](const float* from) {
+      return *reinterpret_cast<const float2*>(from + 2 * lane);
+    };
+    const auto put = [&](float* to, float x, float y) {
+      *reinterpret_cast<float2*>(to + 2 * lane) = {x, y};
+    };
+    const float2 gate = get(d.gate), beta = get(d.beta);
+    const float scale = static_cast<float>(a.scale);
+    float2 query = {scale, scale}, key = {1, 1};
+    if (kNormalise) {
+      const float2 units = get(d.query);
+      query = {scale * units.x, scale * units.y}, key = get(d.row);
+    }
     float peak = fmaxf(1.f, fabsf(gate.x)) * fmaxf(1.f, fabsf(gate.y));  // NaN counts as 1
     if (__any_sync(0xffffffffu, peak > 1.f))
 #pragma unroll 1
       for (int step = 1; step < 32; step *= 2) peak *= __shfl_xor_sync(0xffffffffu, peak, step);
-    const bool wild = peak > kWildProduct, own = lane / 8 == r;
-    TokenDecays& d = decays();
+    const bool wild = peak > kWildProduct;
     float in0 = gate.x, in1 = gate.y, end0 = key.x, end1 = key.y;
-    const auto put = [&](float* to, float x, float y) {
-      if (own) *reinterpret_cast<float2*>(to + 2 * lane) = {x, y};
-    };
     put(d.in[0], in0, in1);
     put(d.to_end[0], end0, end1);
     put(d.row, beta.x * key.x, beta.y * key.y);
@@ -182,38 +166,125 @@ struct Preparer {
         end0 = bounded(end0), end1 = bounded(end1);
       }
     }
-    TokenWeights& w = shared.weights[stage()];
+    TokenWeights& w = weights(chunk);
     put(w.beta, beta.x, beta.y);
     put(w.from, in0 * key.x, in1 * key.y);
     put(w.out, in0 * query.x, in1 * query.y);
     put(w.to_end, end0, end1);
-    if (r == 0 && lane == 0) w.whole = all;
-    return wild;
+    if (lane == 0) w.whole = all, w.wild = wild;
   }
   static __device__ __forceinline__ float bound(float x, bool wild) {
     return wild ? bounded(x) : x;
   }
 
   // If keys are much alike, all of it once more, with 16 bits of each number.
-  __device__ __forceinline__ void make(bool wild, const Fetched& gate) const {
-    for (bool low = false;; low = true) {
-      const float squares = fresh().template make_row<true>(r, low, wild);
-      if (!low) {
-        const bool careful = wild || strained(squares);
-        if (lane == 0) strain().rows[r] = careful;
-      }
-      fresh().invert_diagonal(low, wild);
-      fresh().template make_row<false>(kBlocks - 1 - r, low, wild);
-      put_gate(gate);
+  __device__ __forceinline__ void make() const {
+    float x[32];
+    Fetched gate;
+    fresh().multiply_tiles(x, keys());
+    fresh().move();
+    gate.fetch(a, cursor(), r, lane);
+    if (kNormalise) {
+      find_units();
+      if (r == 0) weigh_tokens(at);
       meet();
-      if (low || __builtin_expect(!strain().any(), 1)) break;
-      wait_for_rests();
     }
-    if (__builtin_expect(strain().any(), 0))
+    const bool wild = weights(at).wild;
+    wgmma_wait<0>();
+    settle(x);
+    const float squares = fresh().template weigh_row<true>(x);
+    if (lane == 0) strain().rows[r] = wild;
+    if (!wild && strained(squares) && lane == 0) strain().rows[r] = 1;
+    fresh().multiply_tiles(x, queries());
+    fresh().invert_diagonal();
+    wgmma_wait<0>();
+    settle(x);
+    fresh().template weigh_row<false>(x);
+    put_gate(gate);
+    meet();
+    const bool careful = strain().any();
+    if (__builtin_expect(careful, 0)) {
+      wait_for_rests();
+      fresh().template make_row<true>(r, wild);
+      fresh().invert_carefully(wild);
+      fresh().template make_row<false>(kBlocks - 1 - r, wild);
+      meet();
+    }
+    if (!kNormalise && r == 0) fresh().weigh_tokens(at + S::kPreparers);
+    if (__builtin_expect(careful, 0))
       fresh().complete_carefully(wild);
     else
       fresh().complete();
     fence_shared();
+  }
+
+  // x = the rows of tiles times keys, under way
+  __device__ __forceinline__ void multiply_tiles(float (&x)[32], const unsigned short* rows) const {
+    const unsigned long long left = factor(rows), right = factor(keys());
+    wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < S::kDim / 16; i++) {
+      const int step = i / 4 * kTile + i % 4 * 16;
+      wgmma<false>(x, later(left, step), later(right, step), i == 0);
+    }
+    wgmma_commit();
+  }
+  // This warp's row of blocks, of A (below the diagonal rounded, on it as it is; returns this
+  // lane's sum of their squares) or of the scores, from products of its tokens. Nothing is kept
+  // from overflow.
+  template <bool kErrors>
+  __device__ __forceinline__ float weigh_row(const float (&all)[32]) const {
+    const TokenDecays& d = decays();
+    float near[2], far[2], x[2][4], squares = 0;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const unsigned t = r * kBlock + lane / 4 + 8 * n;
+      const float own = kErrors ? d.row[t] : d.query[t];
+      near[n] = own * d.in[4][t];
+      far[n] = own * d.in[5][t];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] = all[i];
+#pragma unroll
+    for (unsigned c = 1; c < kBlocks; c++)
+      if (r >= c) {
+        const bool apart = (r ^ (c - 1)) & 2;
+        const float* const col = d.to_end[apart ? 5 : 4] + (c - 1) * kBlock + lane % 4 * 2;
+        const float by[2] = {apart ? far[0] : near[0], apart ? far[1] : near[1]};
+        weigh<false>(x, by, col);
+        if (kErrors) squares += sum_squares(x);
+        unsigned high[4];
+        pack_left(high, x);
+        if (kErrors)
+          put_compact(compact(r, c - 1), high);
+        else
+          put_block(to().scores, r, c - 1, high);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i / 4][i % 4] = all[8 * c + i];
+      }
+    weigh_diagonal<false, kErrors>(x, r);
+    if (kErrors) {
+      put_diagonal(x, r);
+      return squares + sum_squares(x);
+    }
+    unsigned high[4];
+    pack_left(high, x);
+    put_block(to().scores, r, r, high);
+    return 0;
+  }
+  static __device__ __forceinline__ float sum_squares(const float (&x)[2][4]) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) squares += x[i / 4][i % 4] * x[i / 4][i % 4];
+    return squares;
+  }
+  __device__ __forceinline__ void put_diagonal(const float (&x)[2][4], unsigned row) const {
+    float* const block =
+        reinterpret_cast<float*>(scratch(row)) + lane / 4 * kDiagonalRow + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      *reinterpret_cast<float2*>(block + i % 2 * (8 * kDiagonalRow) + i / 2 * 8) = {
+          x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]};
   }
 
   // While the inverse is being made, its place holds blocks of A on the diagonal, as float32
@@ -240,17 +311,16 @@ struct Preparer {
     stmatrix_x4(tile + place(row, c), x[0], x[1], x[2], x[3]);
   }
 
-  // A row of blocks: of A below the diagonal, rounded, with what is rounded off if `low`, and on
-  // the diagonal as it is; returns this lane's sum of their squares. Or of the scores.
+  // The same with what is rounded off, block by block.
   template <bool kErrors>
-  __device__ __forceinline__ float make_row(unsigned row, bool low, bool wild) const {
+  __device__ __forceinline__ void make_row(unsigned row, bool wild) const {
     unsigned left[S::kDim / 16][4];
     const unsigned short* const from = (kErrors ? keys() : queries()) + row * (kBlock * 64);
 #pragma unroll
     for (int i = 0; i < S::kDim / 16; i++)
       ldmatrix_x4(left[i], from + i / 4 * kTile + (swizzled(lane % 16, lane / 16) ^ i % 4 * 16));
     const TokenDecays& d = decays();
-    float near[2], far[2], squares = 0;
+    float near[2], far[2];
 #pragma unroll
     for (int n = 0; n < 2; n++) {
       const unsigned t = row * kBlock + lane / 4 + 8 * n;
@@ -266,43 +336,29 @@ struct Preparer {
         const bool apart = (row ^ c) & 2;
         const float* const col = d.to_end[apart ? 5 : 4] + c * kBlock + lane % 4 * 2;
         const float by[2] = {apart ? far[0] : near[0], apart ? far[1] : near[1]};
-        if (__builtin_expect(wild, 0))
+        if (wild)
           weigh<true>(x, by, col);
         else
           weigh<false>(x, by, col);
-      } else if (__builtin_expect(wild, 0)) {
+      } else if (wild) {
         weigh_diagonal<true, kErrors>(x, row);
       } else {
         weigh_diagonal<false, kErrors>(x, row);
       }
-      if (kErrors)
-#pragma unroll
-        for (int i = 0; i < 8; i++) squares += x[i / 4][i % 4] * x[i / 4][i % 4];
       if (kErrors && c == row) {
-        float* const block =
-            reinterpret_cast<float*>(scratch(row)) + lane / 4 * kDiagonalRow + lane % 4 * 2;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          *reinterpret_cast<float2*>(block + i % 2 * (8 * kDiagonalRow) + i / 2 * 8) = {
-              x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]};
+        put_diagonal(x, row);
+        continue;
+      }
+      Split both;
+      both.set(x);
+      if (kErrors) {
+        put_compact(compact(row, c), both.high);
+        put_low(c, both.low);
       } else {
-        unsigned high[4];
-        pack_left(high, x);
-        if (kErrors)
-          put_compact(compact(row, c), high);
-        else
-          put_block(to().scores, row, c, high);
-        if (__builtin_expect(low, 0)) {
-          Split both;
-          both.set(x);
-          if (kErrors)
-            put_low(c, both.low);
-          else
-            rests().scores[lower(row, c)][lane] = left_as_right_transposed(both.low);
-        }
+        put_block(to().scores, row, c, both.high);
+        rests().scores[lower(row, c)][lane] = left_as_right_transposed(both.low);
       }
     }
-    return squares;
   }
   // x = the rows at hand times keys of block c
   __device__ __forceinline__ void multiply_block(float (&x)[2][4],
@@ -375,36 +431,42 @@ struct Preparer {
   }
 
   // (I + A)^-1 of the block on the diagonal.
-  __device__ __forceinline__ void invert_diagonal(bool low, bool wild) const {
+  __device__ __forceinline__ void invert_diagonal() const {
     float* const block = reinterpret_cast<float*>(scratch(r));
     float x[kBlock], inverse[2][4];
+    unsigned high[4];
     __syncwarp();
-    if (__builtin_expect(wild, 0)) {
-      substitute_wild(block);
-    } else {
-      substitute(x, block);
-      __syncwarp();
+    substitute(x, block);
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kBlock; i++)
-        if (i / 8 == lane / 16) block[i * kDiagonalRow + lane % 16] = x[i];
-    }
+    for (int i = 0; i < kBlock; i++)
+      if (i / 8 == lane / 16) block[i * kDiagonalRow + lane % 16] = x[i];
+    get_inverse(inverse);
+    pack_left(high, inverse);
+    put_compact(scratch(r), high);
+  }
+  // The same with what is rounded off.
+  __device__ __forceinline__ void invert_carefully(bool wild) const {
+    float inverse[2][4];
+    Split both;
     __syncwarp();
-    const float* const own = block + lane / 4 * kDiagonalRow + lane % 4 * 2;
+    substitute_carefully(reinterpret_cast<float*>(scratch(r)), wild);
+    get_inverse(inverse);
+    both.set(inverse);
+    put_compact(scratch(r), both.high);
+    put_compact(scratch(r) + kBlock * kBlock, both.low);
+    put_low(r, both.low);
+  }
+  // From float32 numbers, which may be overwritten then.
+  __device__ __forceinline__ void get_inverse(float (&inverse)[2][4]) const {
+    const float* const own =
+        reinterpret_cast<const float*>(scratch(r)) + lane / 4 * kDiagonalRow + lane % 4 * 2;
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float2 two =
           *reinterpret_cast<const float2*>(own + i % 2 * (8 * kDiagonalRow) + i / 2 * 8);
       inverse[i / 2][i % 2 * 2] = two.x, inverse[i / 2][i % 2 * 2 + 1] = two.y;
-    }
-    unsigned high[4];
-    pack_left(high, inverse);
-    __syncwarp();
-    put_compact(scratch(r), high);
-    if (__builtin_expect(low, 0)) {
-      Split both;
-      both.set(inverse);
-      put_compact(scratch(r) + kBlock * kBlock, both.low);
-      put_low(r, both.low);
     }
     __syncwarp();
   }
@@ -427,7 +489,7 @@ struct Preparer {
     }
   }
   // The same in little code, each row in place of that of A; rows to come are passed on by one.
-  __device__ __forceinline__ void substitute_wild(float* block) const {
+  __device__ __forceinline__ void substitute_carefully(float* block, bool wild) const {
     float x[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; i++) x[i] = lane % 16 == i ? 1.f : 0.f;
@@ -437,7 +499,7 @@ struct Preparer {
 #pragma unroll
       for (int n = 1; n < kBlock; n++) {
         const float a = i + n < kBlock ? block[(i + n) * kDiagonalRow + i] : 0.f;
-        x[n - 1] = tame(x[n] - tame(a * own));
+        x[n - 1] = wild ? tame(x[n] - tame(a * own)) : x[n] - a * own;
       }
       __syncwarp();
       if (lane < kBlock) block[i * kDiagonalRow + lane] = own;

@@ -41,6 +41,11 @@ class KeeperTile:
         return 3 if self.K == 64 else 1
 
     @property
+    def weights(self) -> int:
+        """Chunks whose tokens are weighed at a time."""
+        return 8 if self.K == 64 else 4
+
+    @property
     def threads(self) -> int:
         return 128 * (self.keepers + self.preparers)
 
@@ -54,9 +59,9 @@ class KeeperTile:
         """sizeof(Shared), and what it may take to begin at a multiple of 1024."""
         tiles = self.stages * (2 * self.K // 64 + self.keepers + 2)
         size = tiles * TILE_BYTES + self.preparers * (REST_BYTES + TOKEN_BYTES)
-        size += self.stages * (WEIGHT_BYTES + STRAIN_BYTES)
+        size += self.weights * WEIGHT_BYTES + self.stages * STRAIN_BYTES
         size += (4 * self.preparers + 2 * self.keepers) * CURSOR_BYTES + 4 * (32 + 3)
-        size = -(-size // 8) * 8 + 8 * self.stages * (4 + self.keepers)
+        size = -(-size // 8) * 8 + 8 * self.stages * (3 + self.keepers)
         return 1024 + -(-size // 1024) * 1024
 
 
