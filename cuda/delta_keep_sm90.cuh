@@ -23,20 +23,19 @@ struct Keeper {
   Shared<S, kStages>& shared;
   const CallArgs& a;
   const DeltaPieceArgs& cut;
-  const TensorMap &q_map, &k_map, &v_map, &y_map;
+  const TensorMap &v_map, &y_map;
   StateColumns64<K> state;
   int which;
   unsigned at = 0;  // which chunk of the block
 
   __device__ __forceinline__ Keeper(Shared<S, kStages>& memory, const CallArgs& call,
-                                    const DeltaPieceArgs& pieces, const TensorMap& q,
-                                    const TensorMap& k, const TensorMap& v, const TensorMap& y,
-                                    int w)
-      : shared(memory), a(call), cut(pieces), q_map(q), k_map(k), v_map(v), y_map(y), which(w) {
+                                    const DeltaPieceArgs& pieces, const TensorMap& v,
+                                    const TensorMap& y, int w)
+      : shared(memory), a(call), cut(pieces), v_map(v), y_map(y), which(w) {
     if (thread() > 0) return;
     ahead() = first_cursor(a, cut, warm(), 0);
 #pragma unroll 1
-    for (int i = 0; i < kStages - 1; i++) load(i), move_ahead();
+    for (int i = 0; i < kStages - 1; i++) load_values(i), move_ahead();
   }
   static __device__ __forceinline__ unsigned thread() { return StateColumns64<K>::thread(); }
   // All chunks of all items of the block.
@@ -72,36 +71,22 @@ struct Keeper {
   __device__ __forceinline__ volatile Cursor& now() const {
     return shared.cursors[4 * S::kPreparers + S::kKeepers + which];
   }
-  // By one thread. The first keeper has q and k copied for all.
-  __device__ __forceinline__ void load(unsigned chunk) const {
+  // By one thread.
+  __device__ __forceinline__ void load_values(int slot) const {
     const Cursor& at = ahead();
-    const unsigned slot = chunk % kStages;
     if (at.index < 0) return;
-    if (which == 0) {
-      Barrier& barrier = shared.loaded[slot];
-      shared.free[slot].wait(chunk / kStages % 2 ^ 1);
-      barrier.arrive_and_expect(2 * 2 * S::kQuery);
-      unsigned short* const q = shared.stages[slot];
-#pragma unroll 1
-      for (int i = 0; i < S::kKeyTiles; i++) {
-        load_tile(q + S::kQuery + i * kTile, k_map, i * 64, at.hq, at.token(), at.b, barrier);
-        load_tile(q + i * kTile, q_map, i * 64, at.hq, at.token(), at.b, barrier);
-      }
-    }
     shared.values[slot][which].arrive_and_expect(2 * kTile);
     load_tile(values(slot), v_map, column(at.column_block), at.h, at.token(), at.b,
               shared.values[slot][which]);
   }
   __device__ __forceinline__ void move_ahead() const {
-    Cursor at = ahead();
-    advance(at, a, cut, warm(), 1);
-    ahead() = at;
+    advance(ahead(), a, cut, warm(), 1);
   }
-  // Once all keepers are done with the chunk before, and its outputs have left their place.
+  // Once the outputs of the chunk before have left their place.
   __device__ __forceinline__ void refill() const {
     if (thread() > 0) return;
     wait_stores_read();
-    load(at + kStages - 1);
+    load_values((at + kStages - 1) % kStages);
   }
 
   // The next chunk, with its outputs in place of v.

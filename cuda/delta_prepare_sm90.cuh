@@ -24,7 +24,7 @@ struct Preparer {
   unsigned at;              // which chunk of the block; every kPreparers'th is this group's
 
   // Makes the tables of its chunks.
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void walk(const TensorMap& q_map, const TensorMap& k_map) {
     if (lane == 0) cursor() = first_cursor(a, cut, warm(), group);
     __syncwarp();
     Fetched gate;
@@ -35,18 +35,22 @@ struct Preparer {
       if (r == 0) fresh().weigh_tokens(at);
       meet();
     }
+    if (kAhead) fresh().load(at, q_map, k_map);
 #pragma unroll 1
     for (; cursor().index >= 0; at += S::kPreparers) {
-      shared.free[stage()].wait(parity() ^ 1);  // or loaded might be a turn behind
+      if (!kAhead) fresh().load(at, q_map, k_map);
       shared.loaded[stage()].wait(parity());
       fresh().clear_rest();
-      fresh().make();
+      fresh().make(q_map, k_map);
       __syncwarp();
       if (lane == 0) shared.prepared[stage()].arrive();
     }
   }
 
  private:
+  // Whether q and k of a group's next chunk are asked for while it works on one.
+  static constexpr bool kAhead = S::kPreparers == 1;
+
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
   __device__ __forceinline__ Cursor& cursor() const { return shared.cursors[4 * group + r]; }
   __device__ __forceinline__ void move() const {
@@ -81,6 +85,23 @@ struct Preparer {
   __device__ __forceinline__ void put_gate(const Fetched& gate) const {
     float* const to = lane / 16 ? decays().beta : decays().gate;
     to[r * kBlock + lane % 16] = gate.value(a, lane);
+  }
+  // Has q and k copied of the chunk at the cursor, by warp 0, once nobody reads what was there.
+  __device__ __forceinline__ void load(unsigned chunk, const TensorMap& q_map,
+                                       const TensorMap& k_map) const {
+    const Cursor& at = cursor();
+    const unsigned slot = chunk % kStages;
+    Barrier& barrier = shared.loaded[slot];
+    if (!kAhead) shared.free[slot].wait(chunk / kStages % 2 ^ 1);
+    if (r > 0 || lane > 0 || at.index < 0) return;
+    if (kAhead) shared.free[slot].wait(chunk / kStages % 2 ^ 1);
+    barrier.arrive_and_expect(2 * 2 * S::kQuery);
+    unsigned short* const q = shared.stages[slot];
+#pragma unroll 1
+    for (int i = 0; i < S::kKeyTiles; i++) {
+      load_tile(q + S::kQuery + i * kTile, k_map, i * 64, at.hq, at.token(), at.b, barrier);
+      load_tile(q + i * kTile, q_map, i * 64, at.hq, at.token(), at.b, barrier);
+    }
   }
   // Keys of the next sequence, which may be NaN.
   __device__ __forceinline__ void clear_rest() const {
@@ -178,15 +199,15 @@ struct Preparer {
   }
 
   // If keys are much alike, all of it once more, with 16 bits of each number.
-  __device__ __forceinline__ void make() const {
+  __device__ __forceinline__ void make(const TensorMap& q_map, const TensorMap& k_map) const {
     float x[32];
     Fetched gate;
     fresh().multiply_tiles(x, keys());
     fresh().move();
     gate.fetch(a, cursor(), r, lane);
     if (kNormalise) {
-      find_units();
-      if (r == 0) weigh_tokens(at);
+      fresh().find_units();
+      if (r == 0) fresh().weigh_tokens(at);
       meet();
     }
     const bool wild = weights(at).wild;
@@ -195,6 +216,7 @@ struct Preparer {
     const float squares = fresh().template weigh_row<true>(x);
     if (lane == 0) strain().rows[r] = wild;
     if (!wild && strained(squares) && lane == 0) strain().rows[r] = 1;
+    if (kAhead) fresh().load(at + 1, q_map, k_map);
     fresh().multiply_tiles(x, queries());
     fresh().invert_diagonal();
     wgmma_wait<0>();
@@ -203,19 +225,23 @@ struct Preparer {
     put_gate(gate);
     meet();
     const bool careful = strain().any();
-    if (__builtin_expect(careful, 0)) {
-      wait_for_rests();
-      fresh().template make_row<true>(r, wild);
-      fresh().invert_carefully(wild);
-      fresh().template make_row<false>(kBlocks - 1 - r, wild);
-      meet();
-    }
+    if (__builtin_expect(careful, 0)) fresh().make_blocks();
     if (!kNormalise && r == 0) fresh().weigh_tokens(at + S::kPreparers);
     if (__builtin_expect(careful, 0))
-      fresh().complete_carefully(wild);
+      fresh().complete_carefully(fresh().weights(at).wild);
     else
       fresh().complete();
     fence_shared();
+  }
+
+  // Once more, with what is rounded off.
+  __device__ __forceinline__ void make_blocks() const {
+    const bool wild = weights(at).wild;
+    wait_for_rests();
+    fresh().template make_row<true>(r, wild);
+    fresh().invert_carefully(wild);
+    fresh().template make_row<false>(kBlocks - 1 - r, wild);
+    meet();
   }
 
   // x = the rows of tiles times keys, under way

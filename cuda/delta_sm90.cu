@@ -3,9 +3,9 @@
 //
 // A block walks through the chunks of a sequence for 64 or 128 columns of V of one head. Its
 // warpgroups have roles:
-//   the first ones, by turns, weigh the tokens of a chunk to come and make the inverse and the
-//   scores; the others keep 64 columns of the state each, in registers, have q, k and v copied and
-//   make outputs.
+//   the first ones, by turns, have q and k of a chunk to come copied, weigh its tokens, and make
+//   the inverse and the scores; the others keep 64 columns of the state each, in registers, have v
+//   copied and make outputs.
 // Stages of shared memory go from hand to hand through barriers.
 //
 // Where heads are too few to fill the chip, a block has a piece of a sequence. It begins with no
@@ -56,11 +56,10 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
   if (group < S::kPreparers) {
     set_registers<S::kRegisters, S::kPrepareRegisters>();
     Preparer<S, kStages, kNormalise, kPieces> preparer{shared, a, cut, group, warp, lane, group};
-    preparer.walk();
+    preparer.walk(q_map, k_map);
   } else {
     set_registers<S::kRegisters, S::kStateRegisters>();
-    Keeper<K, kStages, kPieces> keeper(shared, a, cut, q_map, k_map, v_map, y_map,
-                                       group - S::kPreparers);
+    Keeper<K, kStages, kPieces> keeper(shared, a, cut, v_map, y_map, group - S::kPreparers);
     keeper.walk();
   }
 }
