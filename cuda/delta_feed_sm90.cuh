@@ -74,8 +74,8 @@ struct Shape {
   static constexpr int kStage = 2 * kQuery + kKeepers * kTile;
   // Of a thread: at first, and by roles, in all no more.
   static constexpr int kRegisters = kThreads == 512 ? 128 : 168;
-  static constexpr int kPrepareRegisters = K == 64 ? 104 : 120;
-  static constexpr int kStateRegisters = K == 64 ? 200 : 192;
+  static constexpr int kPrepareRegisters = K == 64 ? 112 : 120;
+  static constexpr int kStateRegisters = K == 64 ? 176 : 192;
 };
 
 // Where a warp, or a keeper's copies, are: at a chunk of an item.

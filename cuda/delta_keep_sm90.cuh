@@ -79,9 +79,7 @@ struct Keeper {
     load_tile(values(slot), v_map, column(at.column_block), at.h, at.token(), at.b,
               shared.values[slot][which]);
   }
-  __device__ __forceinline__ void move_ahead() const {
-    advance(ahead(), a, cut, warm(), 1);
-  }
+  __device__ __forceinline__ void move_ahead() const { advance(ahead(), a, cut, warm(), 1); }
   // Once the outputs of the chunk before have left their place.
   __device__ __forceinline__ void refill() const {
     if (thread() > 0) return;
