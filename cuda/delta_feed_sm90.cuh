@@ -4,15 +4,16 @@
 #include "inverse.cuh"
 #include "warpgroups.cuh"
 
-constexpr int kMostWarmUp = 32;        // chunks before a piece that are looked at
-constexpr float kForgotten = -64;      // as a logarithm to base 2
-constexpr float kAllForgotten = -1e4;  // of one chunk; sums of such are finite
+constexpr int kMostWarmUp = 32;                 // chunks before a piece that are looked at
+constexpr float kForgotten = -24;               // as a logarithm to base 2
+constexpr float kNegligible = 1.f / (1 << 16);  // beside a state, for outputs of 8 bits
+constexpr float kAllForgotten = -1e4;           // of one chunk; sums of such are finite
 static_assert(kAsInputs == 1 && kLogOfInputs == 3, "odd kinds are stored as inputs are");
 constexpr int kLevels = 6;  // runs of 1, 2, 4, 8, 16 and 32 tokens
 
 struct DeltaPieceArgs {
-  float* states;         // (N * H, pieces, column blocks, keepers, K of the kernel * 64)
-  unsigned* arrivals;    // (N * H, pieces, column blocks, keepers), zeros: whether states are there
+  float* states;         // (2, N * H, pieces, column blocks, keepers, K of the kernel * 64)
+  unsigned* arrivals;    // (N * H, pieces, column blocks, keepers), zeros: states that are there
   long long piece_size;  // tokens, whole chunks
   int pieces, column_blocks;
   int K, V;       // as given; the kernel's own are rounded up to tiles
@@ -100,13 +101,33 @@ struct Shared {
   TokenWeights weights[S::kWeights];
   Strain strain[kStages];
   Cursor cursors[4 * S::kPreparers + 2 * S::kKeepers];
-  float forgotten[kMostWarmUp];  // logarithms of decays of chunks
-  int warm_chunks;               // before the block's piece
-  int grows[2];                  // whether a state may grow in them, or is needed; and after them
+  float forgotten[2][kMostWarmUp];         // logarithms of decays of chunks
+  float left_out[S::kKeepers][2][kGroup];  // sums of two columns of a state at chunk `look`
+  int warm_chunks;                         // before the block's piece
+  int grows[2];               // whether a state may grow in them, or is needed; and after them
+  int look;                   // the chunk that the next piece begins with; -1: nothing is left out
+  float left;                 // the logarithm of what gates leave until the next piece
+  int doubtful[S::kKeepers];  // whether that is too much
+  int again;  // 0, or 1 if the piece is gone through once more, 2 if the one before is as well
+  int found;  // the same, before all know it
+  int done;   // chunks before that
   // Of stages: q and k copied, each keeper's v copied, prepared, free again.
   Barrier loaded[kStages], values[kStages][S::kKeepers];
   Barrier prepared[kStages], free[kStages];
 };
+
+// By all threads, at the end of a piece. Whether the roles go through it once more, which then
+// begins with the state of the piece before.
+template <class S, int kStages>
+__device__ __forceinline__ bool once_more(Shared<S, kStages>& shared) {
+  constexpr int kAll = S::kPreparers + S::kKeepers + 1;
+  sync_threads<S::kThreads>(kAll);
+  const int again = shared.found;
+  if (again == 0) return false;
+  if (threadIdx.x == 0) shared.again = again, shared.warm_chunks = 0, shared.grows[0] = 1;
+  sync_threads<S::kThreads>(kAll);
+  return true;
+}
 
 // What a block works on at a time: columns of a sequence of one head, or of a piece of it.
 struct Item {
@@ -149,22 +170,52 @@ __device__ __forceinline__ float log_decay(const CallArgs& a, int b, int h, int 
   return sum < kAllForgotten ? kAllForgotten : sum;
 }
 
-// How many chunks before a piece it begins; -1 if that takes the state of the piece before. By all
-// threads, before the roles part.
-__device__ __forceinline__ int warm_up(const CallArgs& a, const Item& w,
-                                       float (&forgotten)[kMostWarmUp]) {
-  const int whole = min((w.start - w.begin) / kChunk, kMostWarmUp), lane = threadIdx.x % 32;
-  for (int i = threadIdx.x / 32; i < whole; i += blockDim.x / 32) {
-    const float log = log_decay(a, w.b, w.h, w.start - (i + 1) * kChunk, lane);
-    if (lane == 0) forgotten[i] = log;
+// Where a piece begins, so many chunks early; -1 if it takes the state of the piece before.
+struct Beginning {
+  int chunks;
+  float left;  // the logarithm of what gates leave of earlier tokens; 0 where there are none
+
+  // From what gates leave of `known` chunks before the piece. Whether that was enough.
+  __device__ __forceinline__ bool find(const Item& w, const DeltaPieceArgs& cut, int known,
+                                       const float (&forgotten)[kMostWarmUp]) {
+    const int most = min(kMostWarmUp, static_cast<int>(cut.piece_size) / kChunk);
+    const bool all = w.piece == 1 && most * kChunk >= w.start - w.begin;
+    chunks = all ? (w.start - w.begin) / kChunk : -1, left = 0;
+    float sum = 0;
+    for (int i = 0; i < min(known, most); i++) {
+      sum += forgotten[i];
+      if (sum >= kForgotten) continue;
+      chunks = i + 1;
+      if (w.start - chunks * kChunk > w.begin) left = sum;
+      return true;
+    }
+    return known >= most;
   }
-  __syncthreads();
-  float sum = 0;
-  for (int i = 0; i < whole; i++) {
-    sum += forgotten[i];
-    if (sum < kForgotten) return i + 1;
+};
+
+// Of the piece of an item, and of the one after it. By all threads, before the roles part.
+__device__ __forceinline__ void find_beginnings(Beginning (&found)[2], const CallArgs& a,
+                                                const DeltaPieceArgs& cut, int index,
+                                                float (&forgotten)[2][kMostWarmUp]) {
+  const Item own(a, cut, index);
+  const Item after(a, cut, own.piece < cut.pieces - 1 ? index + cut.column_blocks : index);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = blockDim.x / 64;
+  const int start = warp % 2 ? after.start : own.start;
+  bool enough = false;
+  for (int known = 0; !enough; known += each) {
+    const int i = known + warp / 2, t = start - (i + 1) * kChunk;
+    if (i < kMostWarmUp && t >= own.begin) {
+      const float log = log_decay(a, own.b, own.h, t, lane);
+      if (lane == 0) forgotten[warp % 2][i] = log;
+    } else if (i < kMostWarmUp && lane == 0) {
+      forgotten[warp % 2][i] = 0;
+    }
+    __syncthreads();
+    enough = own.piece == 0 || found[0].find(own, cut, known + each, forgotten[0]);
+    enough &= found[1].find(after, cut, known + each, forgotten[1]);
   }
-  return w.start - whole * kChunk == w.begin ? whole : -1;
+  if (own.piece == 0) found[0] = {0, 0};
+  if (own.piece == cut.pieces - 1) found[1] = {0, 0};
 }
 
 __device__ __forceinline__ int stored_bytes(int kind) { return kind % 2 ? 2 : 4; }
@@ -217,6 +268,7 @@ struct Fetched {
     const long long from = (beta ? at.betas : at.gates) +
                            t * (beta ? a.beta_stride[1] : a.gate_stride[1]) * stored_bytes(kind);
     real = at.index >= 0 && t < at.stop;
+    bits = 0;
     if (real && kind % 2)
       bits = *reinterpret_cast<const unsigned short*>(from);
     else if (real && kind != kAbsent)

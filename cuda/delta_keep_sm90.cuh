@@ -2,18 +2,13 @@
 #pragma once
 #include "delta_columns_sm90.cuh"
 
-// Counts a warpgroup in, once all of it has written what others will read.
-__device__ __forceinline__ void arrive_all(unsigned* count, int barrier, bool first) {
-  __threadfence();
-  sync_threads<kGroup>(barrier);
-  if (first) atomicAdd(count, 1u);
-}
-// Until a warpgroup of another block has been counted in.
-__device__ __forceinline__ void wait_for(const unsigned* count, int barrier, bool first) {
-  if (first)
-    while (*static_cast<const volatile unsigned*>(count) == 0) __nanosleep(100);
-  sync_threads<kGroup>(barrier);
-  __threadfence();
+constexpr unsigned kMark = 1 << 16, kCount = kMark - 1;  // of arrivals
+
+// Until a warpgroup of another block has been counted in so often; whether it has left a mark.
+__device__ __forceinline__ bool wait_for(const unsigned* count, unsigned times) {
+  const volatile unsigned* const now = count;
+  while ((*now & kCount) < times) __nanosleep(100);
+  return *now >= kMark;
 }
 
 // A warpgroup that keeps 64 columns of the state, has its v copied and leaves its y.
@@ -32,29 +27,35 @@ struct Keeper {
                                     const DeltaPieceArgs& pieces, const TensorMap& v,
                                     const TensorMap& y, int w)
       : shared(memory), a(call), cut(pieces), v_map(v), y_map(y), which(w) {
-    if (thread() > 0) return;
-    ahead() = first_cursor(a, cut, warm(), 0);
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; i++) load_values(i), move_ahead();
+    begin_copies();
   }
   static __device__ __forceinline__ unsigned thread() { return StateColumns64<K>::thread(); }
   // All chunks of all items of the block.
   __device__ __forceinline__ void walk() {
 #pragma unroll 1
-    for (int next = block_index();; next = now().index + gridDim.x) {
+    for (int next = block_index(), pass = 0;; pass = 1) {
       begin(next);
       if (now().index < 0) break;
 #pragma unroll 1
       for (int c = -warm(); c < now().chunks; c++) {
         if (kPieces && c == 0 && shared.grows[0]) take_over(now().index - cut.column_blocks);
+        if (kPieces && c == shared.look) note_left_out();
         step(c);
       }
       end(now().index);
+      next = now().index + (kPieces ? 0 : gridDim.x);
+      if (kPieces && (pass > 0 || !go_through_again())) break;
     }
     if (thread() == 0) wait_stores();
   }
 
  private:
+  __device__ __forceinline__ void begin_copies() {
+    if (thread() > 0) return;
+    ahead() = first_cursor(a, cut, warm(), 0);
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; i++) load_values((at + i) % kStages), move_ahead();
+  }
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
 
   __device__ __forceinline__ int barrier() const { return S::kPreparers + 1 + which; }
@@ -302,17 +303,24 @@ struct Keeper {
   // What a piece leaves, for the one after it, and what the one before has left.
   __device__ __forceinline__ void hand_on(int index) {
     index = index * S::kKeepers + which;
-    float4* const to = place(index);
+    float4* const to = place(index, shared.again > 0);
+    if (shared.again == 0 && leaves_out_too_much()) shared.doubtful[which] = 1;
 #pragma unroll
     for (int i = 0; i < K / 8; i++)
       __stcg(to + i * kGroup,
              float4{state.s[4 * i], state.s[4 * i + 1], state.s[4 * i + 2], state.s[4 * i + 3]});
-    arrive_all(cut.arrivals + index, barrier(), thread() == 0);
+    __threadfence();
+    sync_threads<kGroup>(barrier());
+    const bool mark = shared.again == 0 && shared.doubtful[which];
+    if (thread() == 0) atomicAdd(cut.arrivals + index, mark ? 1 + kMark : 1);
   }
   __device__ __forceinline__ void take_over(int index) {
     index = index * S::kKeepers + which;
-    const float4* const from = place(index);
-    wait_for(cut.arrivals + index, barrier(), thread() == 0);
+    const bool again = shared.again > 1;
+    const float4* const from = place(index, again);
+    if (thread() == 0) wait_for(cut.arrivals + index, 1 + again);
+    sync_threads<kGroup>(barrier());
+    __threadfence();
 #pragma unroll
     for (int i = 0; i < K / 8; i++) {
       const float4 x = __ldcg(from + i * kGroup);
@@ -320,8 +328,59 @@ struct Keeper {
                   state.s[4 * i + 3] = x.w;
     }
   }
-  __device__ __forceinline__ float4* place(int index) const {
-    return reinterpret_cast<float4*>(cut.states) + static_cast<long long>(index) * (16 * K) +
-           thread();
+  __device__ __forceinline__ float4* place(int index, bool again) const {
+    const long long all = again ? Item::count(a, cut) * S::kKeepers : 0;
+    return reinterpret_cast<float4*>(cut.states) + (all + index) * (16 * K) + thread();
+  }
+
+  // Of the state that the next piece leaves out, for leaves_out_too_much.
+  __device__ __forceinline__ void note_left_out() const {
+    float sums[2] = {};
+#pragma unroll
+    for (int i = 0; i < K / 2; i++) sums[i / 2 % 2] += fabsf(state.s[i]);
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2)
+        sums[n] += __shfl_xor_sync(0xffffffffu, sums[n], step);
+      shared.left_out[which][n][thread()] = sums[n];
+    }
+  }
+  // Whether what may be left of it matters beside the state of this warp's columns.
+  __device__ __forceinline__ bool leaves_out_too_much() const {
+    if (shared.look < 0) return false;
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < K / 2; i++) largest = fmaxf(largest, fabsf(state.s[i]));
+#pragma unroll 1
+    for (int step = 1; step < 32; step *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    bool well = true;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+      well &= shared.left_out[which][n][thread()] * exp2f(shared.left) <= kNegligible * largest;
+    return !well;
+  }
+
+  // Whether an earlier piece has found that the one after it left out too much; then this one
+  // begins again.
+  __device__ __forceinline__ bool go_through_again() {
+    if (which == 0 && thread() < 32) {
+      const int index = now().index, piece = Item(a, cut, index).piece;
+      bool any = false, before = false;  // before the piece before
+#pragma unroll 1
+      for (int e = thread(); e < piece * S::kKeepers; e += 32) {
+        const int back = piece - e / S::kKeepers;
+        const int from = (index - back * cut.column_blocks) * S::kKeepers + e % S::kKeepers;
+        const bool marked = wait_for(cut.arrivals + from, 1);
+        any |= marked, before |= marked && back > 1;
+      }
+      any = __any_sync(0xffffffffu, any), before = __any_sync(0xffffffffu, before);
+      if (thread() == 0) shared.found = any + before, shared.done = at;
+    }
+    if (!once_more(shared)) return false;
+    if (thread() == 0) wait_stores();
+    begin_copies();
+    return true;
   }
 };

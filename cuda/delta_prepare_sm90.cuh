@@ -11,7 +11,7 @@
 #include "delta_feed_sm90.cuh"
 
 constexpr float kStrained = 24;          // sum of squares of 16 rows of A, from which on they are
-constexpr float kGrowing = 1.01f;        // that a state may grow by in a token, beside its gate
+constexpr float kGrowing = 1.0005f;      // that a state may grow by in a token, beside its gate
 constexpr float kStrainSteps = 1 << 10;  // of which sums of squares are counted
 
 // Addresses are found anew wherever they are needed: they would take registers meanwhile.
@@ -25,7 +25,30 @@ struct Preparer {
 
   // Makes the tables of its chunks.
   __device__ __forceinline__ void walk(const TensorMap& q_map, const TensorMap& k_map) {
-    if (lane == 0) cursor() = first_cursor(a, cut, warm(), group);
+#pragma unroll 1
+    for (int pass = 0;; pass++) {
+      fresh().begin(q_map, k_map);
+#pragma unroll 1
+      for (; cursor().index >= 0; at += S::kPreparers) {
+        if (!kAhead) fresh().load(at, q_map, k_map);
+        shared.loaded[stage()].wait(parity());
+        fresh().clear_rest();
+        fresh().make(q_map, k_map);
+        __syncwarp();
+        if (lane == 0) shared.prepared[stage()].arrive();
+      }
+      if (!kPieces || pass > 0 || !once_more(shared)) break;
+    }
+  }
+
+ private:
+  // Whether q and k of a group's next chunk are asked for while it works on one.
+  static constexpr bool kAhead = S::kPreparers == 1;
+
+  __device__ __forceinline__ void begin(const TensorMap& q_map, const TensorMap& k_map) const {
+    const unsigned done = kPieces ? shared.done : 0;
+    __syncwarp();
+    if (lane == 0) cursor() = first_cursor(a, cut, warm(), at - done);
     __syncwarp();
     Fetched gate;
     gate.fetch(a, cursor(), r, lane);
@@ -36,21 +59,7 @@ struct Preparer {
       meet();
     }
     if (kAhead) fresh().load(at, q_map, k_map);
-#pragma unroll 1
-    for (; cursor().index >= 0; at += S::kPreparers) {
-      if (!kAhead) fresh().load(at, q_map, k_map);
-      shared.loaded[stage()].wait(parity());
-      fresh().clear_rest();
-      fresh().make(q_map, k_map);
-      __syncwarp();
-      if (lane == 0) shared.prepared[stage()].arrive();
-    }
   }
-
- private:
-  // Whether q and k of a group's next chunk are asked for while it works on one.
-  static constexpr bool kAhead = S::kPreparers == 1;
-
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
   __device__ __forceinline__ Cursor& cursor() const { return shared.cursors[4 * group + r]; }
   __device__ __forceinline__ void move() const {

@@ -9,10 +9,12 @@
 // Stages of shared memory go from hand to hand through barriers.
 //
 // Where heads are too few to fill the chip, a block has a piece of a sequence. It begins with no
-// state, so many tokens before its piece that gates have forgotten all earlier ones: their decay is
-// less than kForgotten. Where gates are too large for that, or keys so long that a state may grow
-// between them, it waits for the state that the piece before has left. Blocks of earlier pieces
-// must be started first.
+// state, so many tokens before its piece that gates have mostly forgotten all earlier ones: their
+// decay is less than kForgotten. Where gates are too large for that, or keys so long that a state
+// may grow between them, it waits for the state that the piece before has left.
+// The block of the piece before comes by the state there and checks that what is left of it is
+// kNegligible. Where it is not, all later pieces are gone through once more, one after the other.
+// Blocks of earlier pieces must be started first.
 #include "delta_keep_sm90.cuh"
 #include "delta_prepare_sm90.cuh"
 
@@ -34,9 +36,14 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
   const unsigned group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);
   const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   if (kPieces) {
-    const Item first(a, cut, blockIdx.x);
-    const int found = first.piece > 0 ? warm_up(a, first, shared.forgotten) : 0;
-    if (threadIdx.x == 0) shared.warm_chunks = max(found, 0), shared.grows[0] = found < 0;
+    Beginning found[2];
+    find_beginnings(found, a, cut, blockIdx.x, shared.forgotten);
+    if (threadIdx.x == 0) {
+      shared.warm_chunks = max(found[0].chunks, 0), shared.grows[0] = found[0].chunks < 0;
+      shared.look = found[1].left < 0 ? cut.piece_size / kChunk - found[1].chunks : -1;
+      shared.left = found[1].left, shared.again = shared.done = 0;
+      for (int n = 0; n < S::kKeepers; n++) shared.doubtful[n] = 0;
+    }
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {

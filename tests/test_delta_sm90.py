@@ -132,6 +132,52 @@ def test_pieces_on_the_cpu(case, kernels, rng):
     verify(case, x, y, state, "in pieces")
 
 
+def forgetful_inputs(past: str, case: Case, rng: np.random.Generator) -> dict:
+    """Gates that forget in five chunks, and early tokens that they do not forget well enough."""
+    x = random_inputs(case, rng, Family("numpy"))
+    x["gate"][...] = 0.94
+    if past == "loud":
+        x["v"][:, :64] *= 1e13
+    elif past == "silence":  # all that is left is what early tokens left
+        x["v"][:, 300:], x["gate"][:, 800:] = 0, 1
+    elif past == "growth":
+        x["gate"][:, 64:128] = 2
+        x["v"][:, :64] *= 1e-6
+    else:
+        x["v"][0, 5, 0, 7] = np.nan
+    return x
+
+
+def verify_pieces(case: Case, x: dict, y, state, past: str) -> None:
+    """Each on its own, beside its own largest output."""
+    y, state = host(y), host(state)
+    if past == "nan":
+        assert np.isnan(y[0, 5:, 0, 7]).all()
+        assert np.isnan(state[0, 0, :, 7]).all()
+        x = x | {"v": np.nan_to_num(x["v"].astype(np.float32))}
+    expected, last = REFERENCE["delta"](**{n: host(a) for n, a in x.items()})
+    if past == "nan":
+        y[:, :, 0, 7], state[:, 0, :, 7] = expected[:, :, 0, 7], last[:, 0, :, 7]
+    size, bar = case.tile.piece_size, 4 * accuracy.TOLERANCE["delta", "bfloat16"]
+    for at in range(0, case.T, size):
+        piece = slice(at, at + size)
+        assert_close(y[:, piece], expected[:, piece], bar, f"{past}, from token {at}")
+    assert_close(state, last, bar, past)
+
+
+PASTS = ["loud", "silence", "growth", "nan"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_gates_forget_is_only_left_out_where_it_is_nothing(dim, past, kernels, rng):
+    """Pieces leave out early tokens by their gates alone; earlier ones find out what those were."""
+    case = Case(dim, 64, T=2000, H=1, Hq=1, pieces=4)
+    x = forgetful_inputs(past, case, rng)
+    verify_pieces(case, x, *on_this_cpu(kernels, case, x), past)
+
+
 REPEATED = Case(64, 64, T=300, H=1, Hq=1)
 
 
@@ -197,7 +243,7 @@ def planted_cases() -> list[tuple[Case, dict]]:
 @needs_compiler
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("wait", waits())
-def test_a_wait_left_out_is_caught(wait, tmp_path):
+def test_a_wait_left_out_is_caught(wait, right_bits, tmp_path):
     file, which, *_ = wait.split(" ")
     for path in loader.folder().glob("*.cu*"):
         shutil.copy(path, tmp_path)
@@ -211,20 +257,29 @@ def test_a_wait_left_out_is_caught(wait, tmp_path):
 
     def run() -> None:
         for order in simt.ORDERS:
-            for case, x in cases:
+            for (case, x), bits in zip(cases, right_bits, strict=True):
                 y, state = on_this_cpu(broken, case, x, grid=1, order=order)
-                verify(case, x, y, state, "planted")
+                assert y.tobytes() + state.tobytes() == bits
 
     with pytest.raises((simt.Fault, AssertionError)):
         run()
 
 
-@needs_compiler
-def test_what_planted_faults_are_looked_for_in_is_right():
+@pytest.fixture(scope="module")
+def right_bits() -> list[bytes]:
+    """Of planted_cases, without a fault."""
     cases = planted_cases()
-    right = simt.Kernels(loader.folder() / "delta_sm90.cu", [c.expression for c, _ in cases])
-    for case, x in cases:
-        verify(case, x, *on_this_cpu(right, case, x, grid=1), "not planted")
+    names = list(dict.fromkeys(case.expression for case, _ in cases))
+    right = simt.Kernels(loader.folder() / "delta_sm90.cu", names)
+    results = [on_this_cpu(right, case, x, grid=1) for case, x in cases]
+    for (case, x), result in zip(cases, results, strict=True):
+        verify(case, x, *result, "not planted")
+    return [y.tobytes() + state.tobytes() for y, state in results]
+
+
+@needs_compiler
+def test_what_planted_faults_are_looked_for_in_is_right(right_bits):
+    assert len(right_bits) == len(planted_cases())
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -287,6 +342,24 @@ def test_case_on_a_gpu(case, rng):
         again = launch(case, x)
         assert (again[0] == y).all(), "other bits"
         assert (again[1] == state).all(), "other bits"
+
+
+@hopper
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("pieces", [3, 8])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_case_of_what_gates_forget_on_a_gpu(dim, pieces, past, rng):
+    import cupy
+
+    case = Case(dim, dim, T=4096, H=3, Hq=3, pieces=pieces)
+    x = forgetful_inputs(past, case, rng)
+    on_device = {n: cupy.asarray(a) for n, a in x.items()}
+    y, state = launch(case, on_device)
+    verify_pieces(case, x, y, state, past)
+    for _ in range(5):
+        again = launch(case, on_device)
+        assert again[0].tobytes() == y.tobytes()
+        assert again[1].tobytes() == state.tobytes()
 
 
 @hopper

@@ -14,7 +14,7 @@ REST_BYTES = 2 * 10 * 512  # sizeof(Rests)
 STRAIN_BYTES, CURSOR_BYTES = 16, 64
 TOKEN_BYTES = 4 * (2 * 6 + 4) * CHUNK  # sizeof(TokenDecays)
 WEIGHT_BYTES = 4 * (4 * CHUNK + 4)  # sizeof(TokenWeights)
-WARM_UP = 10  # chunks that a piece begins early, with gates near 0.93; fewer where they are smaller
+WARM_UP = 5  # chunks that a piece begins early, with gates near 0.95; fewer where they are smaller
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class KeeperTile:
 
     @property
     def states(self) -> int:
-        """Numbers of the states of all column blocks of a piece."""
-        return self.column_blocks * self.keepers * self.K * COLUMNS
+        """Numbers of the states of all column blocks of a piece, by both passes."""
+        return 2 * self.column_blocks * self.keepers * self.K * COLUMNS
 
     @property
     def shared_bytes(self) -> int:
@@ -60,7 +60,8 @@ class KeeperTile:
         tiles = self.stages * (2 * self.K // 64 + self.keepers + 2)
         size = tiles * TILE_BYTES + self.preparers * (REST_BYTES + TOKEN_BYTES)
         size += self.weights * WEIGHT_BYTES + self.stages * STRAIN_BYTES
-        size += (4 * self.preparers + 2 * self.keepers) * CURSOR_BYTES + 4 * (32 + 3)
+        size += (4 * self.preparers + 2 * self.keepers) * CURSOR_BYTES + 4 * (2 * 32 + 8)
+        size += self.keepers * (4 * 2 * 128 + 4)
         size = -(-size // 8) * 8 + 8 * self.stages * (3 + self.keepers)
         return 1024 + -(-size // 1024) * 1024
 
