@@ -30,8 +30,8 @@ template <int K>
 struct StateColumns64 {
   float s[K / 2];
 
-  // Through forget: registers are too few to keep what is made of it.
-  static __device__ __forceinline__ unsigned thread() { return forget(threadIdx.x) % kGroup; }
+  // Through afresh: registers are too few to keep what is made of it.
+  static __device__ __forceinline__ unsigned thread() { return afresh(threadIdx.x) % kGroup; }
   // Where in a tile this lane finds its columns of v, transposed, and leaves y.
   static __device__ __forceinline__ unsigned own() {
     const unsigned t = thread(), lane = t % 32;

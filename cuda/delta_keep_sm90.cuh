@@ -274,7 +274,7 @@ struct Keeper {
     }
   }
   __device__ __forceinline__ void end(int index) {
-    const Item w(a, cut, forget(index));
+    const Item w(a, cut, afresh(index));
     const int col0 = column(w.column_block), cols = cut.V - col0;
     if (kPieces && w.piece < cut.pieces - 1) {
       hand_on(index);

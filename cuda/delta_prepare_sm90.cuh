@@ -70,7 +70,7 @@ struct Preparer {
   // The same, of which the compiler does not know that: addresses are worked out anew, where they
   // would take registers meanwhile.
   __device__ __forceinline__ Preparer fresh() const {
-    return {shared, a, cut, forget(group), forget(r), forget(lane), forget(at)};
+    return {shared, a, cut, afresh(group), afresh(r), afresh(lane), afresh(at)};
   }
   __device__ __forceinline__ unsigned stage() const { return at % kStages; }
   __device__ __forceinline__ unsigned parity() const { return at / kStages % 2; }

@@ -140,6 +140,10 @@ __device__ __forceinline__ int afresh(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ unsigned afresh(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // Four 8 x 8 tiles of 16-bit numbers; lane l gives the address of row l % 8 of tile l / 8.
 template <bool kTransposed = false>
@@ -189,15 +193,6 @@ __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ int block_index() {
   int x;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
-  return x;
-}
-// x, of which the compiler no longer knows where it came from.
-__device__ __forceinline__ int forget(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-__device__ __forceinline__ unsigned forget(unsigned x) {
-  asm volatile("" : "+r"(x));
   return x;
 }
 

@@ -174,6 +174,7 @@ inline void wait_stores_read() {}
 inline void wait_stores() {}
 
 inline int afresh(int x) { return x; }
+inline unsigned afresh(unsigned x) { return x; }
 
 template <bool kTransposed = false>
 void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
@@ -216,8 +217,6 @@ template <int n>
 void settle(float (&)[n]) {}
 
 inline int block_index() { return blockIdx.x; }
-inline int forget(int x) { return x; }
-inline unsigned forget(unsigned x) { return x; }
 inline unsigned after(float, unsigned zero) { return zero; }
 
 namespace hopper {
