@@ -33,7 +33,7 @@ struct Keeper {
   // All chunks of all items of the block.
   __device__ __forceinline__ void walk() {
 #pragma unroll 1
-    for (int next = block_index(), pass = 0;; pass = 1) {
+    for (int next = block_index();; next = now().index + (kPieces ? 0 : gridDim.x)) {
       begin(next);
       if (now().index < 0) break;
 #pragma unroll 1
@@ -43,8 +43,7 @@ struct Keeper {
         step(c);
       }
       end(now().index);
-      next = now().index + (kPieces ? 0 : gridDim.x);
-      if (kPieces && (pass > 0 || !go_through_again())) break;
+      if (kPieces && !go_through_again()) break;
     }
     if (thread() == 0) wait_stores();
   }
@@ -54,7 +53,8 @@ struct Keeper {
     if (thread() > 0) return;
     ahead() = first_cursor(a, cut, warm(), 0);
 #pragma unroll 1
-    for (int i = 0; i < kStages - 1; i++) load_values((at + i) % kStages), move_ahead();
+    for (int i = 0; i < kStages - 1; i++)
+      load_values(kPieces ? (at + i) % kStages : i), move_ahead();
   }
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
 
@@ -365,6 +365,7 @@ struct Keeper {
   // Whether an earlier piece has found that the one after it left out too much; then this one
   // begins again.
   __device__ __forceinline__ bool go_through_again() {
+    if (shared.again) return false;
     if (which == 0 && thread() < 32) {
       const int index = now().index, piece = Item(a, cut, index).piece;
       bool any = false, before = false;  // before the piece before
