@@ -28,8 +28,9 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
   using S = Shape<K>;
   static_assert(K % 64 == 0, "keys fill whole tiles");
   DYNAMIC_SHARED(unsigned char, raw);
-  auto& shared =
-      *reinterpret_cast<Shared<S, kStages>*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
+  // Through afresh: if the compiler knew the alignment, it would keep addresses ready and spill.
+  auto& shared = *reinterpret_cast<Shared<S, kStages>*>(
+      raw + (1024 - afresh(shared_address(raw)) % 1024) % 1024);
   // Through shuffles: where registers are scarce, what is known by its thread's number is worked
   // out again and again.
   const unsigned lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
