@@ -114,7 +114,8 @@ def test_G04_gates_under_strong_decay(backend, rule, gates, rng):
     expected = getattr(reference, f"{NAMES[rule]}_grad")(
         host(dy), **{n: host(a) for n, a in p.items()}
     )
-    assert_close(got.gate, expected.gate, 1e-3, "gate")
+    # chunks on a GPU multiply numbers of 16 bits
+    assert_close(got.gate, expected.gate, 5e-3 if backend.on_gpu else 1e-3, "gate")
     assert not host(got.gate)[:, 0].any()
     zeros = backend.array(np.zeros((1, 2, 24, 24)), "float32")
     same = FUNCTIONS[rule](dy, **p, initial_state=zeros)

@@ -302,9 +302,9 @@ def plants() -> list[tuple[str, str, int]]:
     ]
 
 
-PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state
-    "delta_grad": Case(72, 24, T=200),
-    "delta_grad32": Case(40, 24, T=100, dtype="float32"),
+PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state; gates that overflow
+    "delta_grad": [Case(72, 24, T=200), Case(32, 32, T=140, prepare=soaring, gate="random")],
+    "delta_grad32": [Case(40, 24, T=100, dtype="float32")],
 }
 
 
@@ -318,12 +318,13 @@ def test_a_planted_fault_is_caught(plant, tmp_path, rng):
     text = (tmp_path / name).read_text()
     found = list(WAITS.finditer(text))[which]
     (tmp_path / name).write_text(text[: found.start()] + ";" + text[found.end() :])
-    case = PLANTED[stem]
-    broken = build([case], tmp_path)
-    x = case.inputs(rng)
+    cases = PLANTED[stem]
+    broken = build(cases, tmp_path)
 
     def run() -> None:
-        verify_grad(case, x, run_on_host(broken, case, x, check=True), "planted")
+        for case in cases:
+            x = case.inputs(rng)
+            verify_grad(case, x, run_on_host(broken, case, x, check=True), "planted")
 
     with pytest.raises((simt.Fault, AssertionError)):  # a race, or a result that is wrong
         run()
