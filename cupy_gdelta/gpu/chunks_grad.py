@@ -97,6 +97,8 @@ def best_tile(
         return None
     step = 4 if dtype == "float32" else 8
     wide = aligned and K % step == 0 and V % step == 0
+    if max(K, V) > 64 and not wide:
+        return None  # there are no registers for copies number by number beside long rows
     parts = 2 if max(K, V) > 64 else 1  # one warp has not the registers for long rows
     most = 64 if dtype == "bfloat16" or K <= 64 else 32  # for the registers of a warp
     widths = [cols for cols in (64, 32, 16) if cols == 16 or (cols <= most and cols < 2 * V)]
