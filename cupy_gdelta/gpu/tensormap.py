@@ -24,7 +24,8 @@ def fits(x: View) -> bool:
     size = ITEMSIZE[x.dtype]
     steps = [stride * size for n, stride in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
     return (
-        x.ptr % 16 == 0
+        0 not in x.shape
+        and x.ptr % 16 == 0
         and (x.strides[3] == 1 or x.shape[3] == 1)
         and max(x.shape) <= _MOST
         and all(step % 16 == 0 and 0 < step < _MOST_STRIDE for step in steps)
