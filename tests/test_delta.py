@@ -121,6 +121,7 @@ PLANTS = [
 ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant[0]}-{plant[1]}-{plant[3]}")
 def test_a_planted_fault_is_caught(plant, tmp_path, rng):

@@ -177,6 +177,7 @@ PLANTS = [
 ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: "-".join(map(str, plant)))
 def test_a_planted_fault_is_caught(plant, tmp_path, rng):

@@ -308,6 +308,7 @@ PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state; ga
 }
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("plant", plants(), ids=lambda plant: "-".join(map(str, plant)))
 def test_a_planted_fault_is_caught(plant, tmp_path, rng):

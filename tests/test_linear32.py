@@ -210,6 +210,7 @@ PLANTS = [  # case, text, what stands there instead, and in which of its places 
 ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant[1]}{plant[3]}")
 def test_a_planted_fault_is_caught(plant, tmp_path, rng):

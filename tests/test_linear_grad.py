@@ -186,6 +186,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(("name", "which"), STEPS)
 def test_a_missing_barrier_or_wait_is_caught(name, which, tmp_path, rng):
