@@ -32,7 +32,6 @@ struct State {
   std::vector<Warp> warps;
   Barrier barriers[16];
   char* stacks = nullptr;
-  size_t stack_count = 0;
   std::vector<char> shared;
   char* shared_begin = nullptr;
   size_t shared_bytes = 0;
@@ -369,21 +368,30 @@ void copy_wait(int groups) {
   current->copies.swap(later);
 }
 
+// Memory for one launch: a process may have only so many mappings, and every guarded stack is two.
+struct Stacks {
+  const size_t bytes;
+
+  explicit Stacks(unsigned threads) : bytes(threads * kStackBytes) {
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    s.stacks = p == MAP_FAILED ? nullptr : static_cast<char*>(p);
+    for (size_t at = 0; s.stacks && at < bytes; at += kStackBytes)
+      mprotect(s.stacks + at, kPage, PROT_NONE);
+  }
+  ~Stacks() {
+    if (s.stacks) munmap(s.stacks, bytes);
+  }
+};
+
 int launch(const Launch& l, void (*body)(void*), void* context) {
   const dim3 grid(l.grid[0], l.grid[1], l.grid[2]), block(l.block[0], l.block[1], l.block[2]);
   const unsigned threads = block.x * block.y * block.z;
   s.body = body, s.context = context, s.order = s.random = l.order;
   s.failed = false, current = nullptr;
   gridDim = grid, blockDim = block;
-  if (s.stack_count < threads) {
-    if (s.stacks) munmap(s.stacks, s.stack_count * kStackBytes);
-    s.stack_count = threads;
-    void* p = mmap(nullptr, threads * kStackBytes, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) return s.stacks = nullptr, s.stack_count = 0, s.message = "no memory", 1;
-    s.stacks = static_cast<char*>(p);
-    for (unsigned i = 0; i < threads; i++) mprotect(s.stacks + i * kStackBytes, kPage, PROT_NONE);
-  }
+  const Stacks stacks(threads);
+  if (!s.stacks) return s.message = "no memory", 1;
   s.fibres.resize(threads);
   s.warps.resize((threads + 31) / 32);
   for (unsigned i = 0; i < threads; i++) {
