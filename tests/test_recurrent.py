@@ -51,7 +51,7 @@ class Case:
     def plan(self) -> plan.Plan:
         log_gate, aligned = self.prepare is logarithms, 4 if self.prepare is strided else 16
         sizes = (self.T, self.B * self.H, self.K, self.V, 132)
-        chosen = plan.choose(self.rule, self.dtype, *sizes, aligned, log_gate)
+        chosen = plan.choose_by_tokens(self.rule, self.dtype, *sizes, aligned, log_gate)
         sums = self.sums or chosen.sums
         tile = chosen.tile
         if self.rows or self.sums:

@@ -144,6 +144,21 @@ def choose(
         walk = delta_tile.best_tile(T, items, K, V, multiprocessors, aligned == 16, shared_limit)
         if walk is not None:
             return Plan("delta", "float32", walk, "chunks on tensor cores, whole sequences")
+    return choose_by_tokens(rule, dtype, T, items, K, V, multiprocessors, aligned, log_gate)
+
+
+def choose_by_tokens(
+    rule: str,
+    dtype: str,
+    T: int,
+    items: int,
+    K: int,
+    V: int,
+    multiprocessors: int,
+    aligned: int = 16,
+    log_gate: bool = False,
+) -> Plan:
+    """The plan of ``choose`` where no chunked kernel is for it."""
     made_in, why = sums(dtype, T, log_gate)
     return _choose(rule, dtype, made_in, why, items, K, V, multiprocessors, aligned)
 
