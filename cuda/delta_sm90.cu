@@ -16,7 +16,8 @@
 // kNegligible. Where it is not, all later pieces are gone through once more, one after the other.
 // Blocks of earlier pieces must be started first.
 #include "delta_keep_sm90.cuh"
-#include "delta_prepare_sm90.cuh"
+#include "delta_invert_sm90.cuh"
+#include "delta_weigh_sm90.cuh"
 
 // grid: any number of blocks, or as many as there are items where sequences are cut. block:
 // Shape<K>::kThreads.

@@ -1,0 +1,183 @@
+// How a preparer of delta_sm90.cu inverts I + A: by substitution in blocks on the diagonal, by
+// products of blocks to their left.
+#pragma once
+#include "delta_prepare_sm90.cuh"
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::invert_diagonal() const {
+  float* const block = reinterpret_cast<float*>(scratch(r));
+  float x[kBlock], inverse[2][4];
+  unsigned high[4];
+  __syncwarp();
+  substitute(x, block);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kBlock; i++)
+    if (i / 8 == lane / 16) block[i * kDiagonalRow + lane % 16] = x[i];
+  get_inverse(inverse);
+  pack_left(high, inverse);
+  put_compact(scratch(r), high);
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::invert_carefully(
+    bool wild) const {
+  float inverse[2][4];
+  Split both;
+  __syncwarp();
+  substitute_carefully(reinterpret_cast<float*>(scratch(r)), wild);
+  get_inverse(inverse);
+  both.set(inverse);
+  put_compact(scratch(r), both.high);
+  put_compact(scratch(r) + kBlock * kBlock, both.low);
+  put_low(r, both.low);
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::get_inverse(
+    float (&inverse)[2][4]) const {
+  const float* const own =
+      reinterpret_cast<const float*>(scratch(r)) + lane / 4 * kDiagonalRow + lane % 4 * 2;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 two =
+        *reinterpret_cast<const float2*>(own + i % 2 * (8 * kDiagonalRow) + i / 2 * 8);
+    inverse[i / 2][i % 2 * 2] = two.x, inverse[i / 2][i % 2 * 2 + 1] = two.y;
+  }
+  __syncwarp();
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::substitute(
+    float (&x)[kBlock], const float* block) const {
+#pragma unroll
+  for (int i = 0; i < kBlock; i++) {
+    float4 a[4];
+#pragma unroll
+    for (int j = 0; j < i; j += 4)
+      a[j / 4] = *reinterpret_cast<const float4*>(block + i * kDiagonalRow + j);
+    x[i] = lane % 16 == i ? 1.f : 0.f;
+#pragma unroll
+    for (int j = 0; j < i; j++) {
+      const float4& four = a[j / 4];
+      x[i] -= (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) * x[j];
+    }
+  }
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::substitute_carefully(
+    float* block, bool wild) const {
+  float x[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; i++) x[i] = lane % 16 == i ? 1.f : 0.f;
+#pragma unroll 1
+  for (int i = 0; i < kBlock; i++) {
+    const float own = x[0];
+#pragma unroll
+    for (int n = 1; n < kBlock; n++) {
+      const float a = i + n < kBlock ? block[(i + n) * kDiagonalRow + i] : 0.f;
+      x[n - 1] = wild ? tame(x[n] - tame(a * own)) : x[n] - a * own;
+    }
+    __syncwarp();
+    if (lane < kBlock) block[i * kDiagonalRow + lane] = own;
+  }
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::complete() const {
+  unsigned t0[4], t1[4] = {}, t2[4] = {}, t3[4] = {};
+  get_compact(t0, scratch(r));
+  if (r >= 1) {
+    float sum[2][4] = {};
+    add(sum, t0, 0, r - 1);
+    finish(t1, sum, 1);
+  }
+  if (r >= 2) {
+    float sum[2][4] = {};
+    add(sum, t0, 0, r - 2);
+    add(sum, t1, 1, r - 2);
+    finish(t2, sum, 2);
+  }
+  if (r >= 3) {
+    float sum[2][4] = {};
+    add(sum, t0, 0, r - 3);
+    add(sum, t1, 1, r - 3);
+    add(sum, t2, 2, r - 3);
+    finish(t3, sum, 3);
+  }
+  put_inverse(t0, t1, t2, t3);
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::put_inverse(
+    const unsigned (&t0)[4], const unsigned (&t1)[4], const unsigned (&t2)[4],
+    const unsigned (&t3)[4]) const {
+  const unsigned zeros[4] = {};
+  meet();
+#pragma unroll
+  for (int c = 1; c < kBlocks; c++)
+    if (c > r) put_block(to().inverse, r, c, zeros);
+  put_block(to().inverse, r, r, t0);
+  if (r >= 1) put_block(to().inverse, r, r - 1, t1);
+  if (r >= 2) put_block(to().inverse, r, r - 2, t2);
+  if (r >= 3) put_block(to().inverse, r, r - 3, t3);
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::add(
+    float (&sum)[2][4], const unsigned (&x)[4], unsigned e, unsigned c) const {
+  unsigned right[4];
+  get(right, r - e, c);
+  multiply(sum, x, right);
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::finish(
+    unsigned (&t)[4], const float (&sum)[2][4], int d) const {
+  unsigned left[4];
+  float product[2][4] = {};
+  pack_left(left, sum);
+  add(product, left, d, r - d);
+  pack_left(t, product);
+  t[0] ^= 0x80008000u, t[1] ^= 0x80008000u, t[2] ^= 0x80008000u, t[3] ^= 0x80008000u;
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::complete_carefully(
+    bool wild) const {
+  Split t[kBlocks] = {};  // from the diagonal to the left
+  get_compact(t[0].high, scratch(r));
+  get_compact(t[0].low, scratch(r) + kBlock * kBlock);
+#pragma unroll
+  for (int d = 1; d < kBlocks; d++)
+    if (d <= r) {
+      float sum[2][4] = {}, product[2][4] = {};
+#pragma unroll
+      for (int e = 0; e < d; e++) add(sum, t[e], e, r - d, wild);
+      t[d].set(sum);
+      add(product, t[d], d, r - d, wild);
+#pragma unroll
+      for (int i = 0; i < 8; i++) product[i / 4][i % 4] = -product[i / 4][i % 4];
+      t[d].set(product);
+    }
+  put_inverse(t[0].high, t[1].high, t[2].high, t[3].high);
+#pragma unroll
+  for (int d = 0; d < kBlocks; d++)
+    if (d <= r) rests().inverse[lower(r, r - d)][lane] = left_as_right_transposed(t[d].low);
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::add(
+    float (&sum)[2][4], const Split& x, unsigned e, unsigned c, bool wild) const {
+  unsigned right[4];
+  const uint4 low = rests().inverse[lower(r - e, c)][lane];
+  multiply(sum, x.high, {low.x, low.y, low.z, low.w});
+  get(right, r - e, c);
+  multiply(sum, x.low, right);
+  multiply(sum, x.high, right);
+  if (wild)
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum[i / 4][i % 4] = tame(sum[i / 4][i % 4]);
+}
