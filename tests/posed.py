@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -129,3 +130,32 @@ def verify(case: Any, x: dict, y, state, what: str) -> None:
     tolerance = accuracy.TOLERANCE[case.rule, case.dtype]
     for name, got, want in zip(("y", "state"), (y, state), expected, strict=True):
         assert_close(got, want, tolerance, f"{case} {what} {name}")
+
+
+def verify_grad_in_every_order(case: Any, x: dict, run: Callable[[int], dict]) -> None:
+    """Compare the gradients of ``run(order)``, which have the same bits and leave inputs alone."""
+    before = {name: a.tobytes() for name, a in x.items() if a is not None}
+    first = None
+    for order in simt.ORDERS:
+        grads = run(order)
+        verify_grad(case, x, grads, f"order {order}")
+        bits = b"".join(a.tobytes() for a in grads.values())
+        assert first in (None, bits), "the order of threads shows in the result"
+        first = bits
+    for name, bits in before.items():
+        assert x[name].tobytes() == bits, f"{name} was written to"
+
+
+def laid_out(x: dict, layout: str) -> dict:
+    """The CuPy arrays of a call with q, k and v, or the state, as they lie in larger ones."""
+    import cupy
+
+    if layout == "heads first":
+        q, k, v = (cupy.ascontiguousarray(x[n].transpose(0, 2, 1, 3)) for n in "qkv")
+        return x | {n: a.transpose(0, 2, 1, 3) for n, a in zip("qkv", (q, k, v), strict=True)}
+    if layout == "sliced":
+        together = cupy.stack([x[n] for n in "qkv"], axis=2)
+        return x | {n: together[:, :, i] for i, n in enumerate("qkv")}
+    assert layout == "reversed states"
+    state = cupy.ascontiguousarray(x["initial_state"][:, :, ::-1, ::-1])
+    return x | {"initial_state": state[:, :, ::-1, ::-1]}

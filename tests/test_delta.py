@@ -19,6 +19,7 @@ from cupy_gdelta import accuracy, reference
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import delta, delta_tile, loader, plan
 
@@ -172,30 +173,6 @@ def test_one_key_again_and_again(beta, rng):
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], "y")
 
 
-WILD = {  # gates at the start of all ones, and the values' first tokens that are 0
-    "overflow before anything is stored": ([1e20, 1e20], 4),
-    "and forgotten": ([1e20, 1e20, 0], 4),
-    "three and forgotten": ([1e13, 1e13, 1e13, 0], 4),
-    "down and up": ([1e-30, 1e-30, 1e30, 1e30], 5),
-    "later": ([1] * 70 + [-1e25, 1e25, 0], 80),
-    "across blocks": ([1] * 10 + [1e9] * 20 + [0], 40),
-    "across chunks": ([1] * 40 + [1e9] * 50, 95),
-}
-
-
-def wild_inputs(family: Family, name: str, K: int = 16) -> tuple[dict, np.ndarray]:
-    """One head of ones, and what the recurrence gives: nothing is stored before values begin."""
-    gates, zeros = WILD[name]
-    T = 100
-    x = {n: np.ones((1, T, 1, K)) / np.sqrt(K) for n in "qk"} | {"v": np.ones((1, T, 1, 64))}
-    x["v"][:, :zeros] = 0
-    x["gate"] = np.ones((1, T, 1))
-    x["gate"][0, : len(gates), 0] = gates
-    x |= {"beta": np.full((1, T, 1), 0.5), "initial_state": np.zeros((1, 1, K, 64))}
-    y = 1 - 0.5 ** np.maximum(np.arange(1, T + 1) - zeros, 0.0)
-    return family.arrays(x, "bfloat16"), np.broadcast_to(y[None, :, None, None], (1, T, 1, 64))
-
-
 WILD_CASE = Case(16, 64, T=100, H=1, Hq=1)
 
 
@@ -203,7 +180,7 @@ WILD_CASE = Case(16, 64, T=100, H=1, Hq=1)
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow(name):
     """A state of 0 stays 0 under any finite gate, as it does token by token."""
-    x, expected = wild_inputs(Family("numpy"), name)
+    x, expected = wild_inputs(Family("numpy"), WILD[name], "delta", beta=0.5)
     y, _ = run_on_host(simt.Kernels(SOURCE, [WILD_CASE.expression]), WILD_CASE, x)
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], name)
 
@@ -211,7 +188,7 @@ def test_products_of_gates_that_overflow(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow_on_a_gpu(name):
-    x, expected = wild_inputs(Family("cupy"), name)
+    x, expected = wild_inputs(Family("cupy"), WILD[name], "delta", beta=0.5)
     y, _ = launch_on_gpu(WILD_CASE, x)
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], name)
 

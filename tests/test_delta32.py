@@ -19,6 +19,7 @@ from cupy_gdelta import accuracy
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import delta32, delta_chunks32, loader, plan
 
@@ -72,30 +73,6 @@ class Case:
         """At the tolerance of the products."""
         dtype = "tf32" if self.products == "kOne" else self.dtype
         verify(replace(self, dtype=dtype), x, y, state, what)
-
-
-WILD = {  # gates at the start of all ones, and the values' first tokens that are 0
-    "overflow before anything is stored": ([1e20, 1e20], 4),
-    "and forgotten": ([1e20, 1e20, 0], 4),
-    "three and forgotten": ([1e13, 1e13, 1e13, 0], 4),
-    "down and up": ([1e-30, 1e-30, 1e30, 1e30], 5),
-    "later": ([1] * 70 + [-1e25, 1e25, 0], 80),
-    "across blocks": ([1] * 10 + [1e9] * 20 + [0], 40),
-    "across chunks": ([1] * 40 + [1e9] * 50, 95),
-}
-
-
-def wild_inputs(family: Family, name: str) -> tuple[dict, np.ndarray]:
-    """One head of ones, and what the recurrence gives: nothing is stored before values begin."""
-    gates, zeros = WILD[name]
-    T = 100
-    x = {n: np.ones((1, T, 1, 16)) / 4 for n in "qk"} | {"v": np.ones((1, T, 1, 32))}
-    x["v"][:, :zeros] = 0
-    x["gate"] = np.ones((1, T, 1))
-    x["gate"][0, : len(gates), 0] = gates
-    x |= {"beta": np.ones((1, T, 1)), "initial_state": np.zeros((1, 1, 16, 32))}
-    y = (np.arange(T) >= zeros).astype(float)
-    return family.arrays(x, "float32"), np.broadcast_to(y[None, :, None, None], (1, T, 1, 32))
 
 
 ONE = {"teams": 1, "turns": 1, "slots": 2, "stages": 3}
@@ -219,7 +196,7 @@ def assert_caught(name: str, text: str, options: dict, tmp_path, rng) -> None:
 def test_products_of_gates_that_overflow(name):
     """A state of 0 stays 0 under any finite gate, as it does token by token."""
     case = Case(16, 32, T=100, H=1, Hq=1)
-    x, expected = wild_inputs(Family("numpy"), name)
+    x, expected = wild_inputs(Family("numpy"), WILD[name], "delta", "float32", V=32)
     y, _ = run_on_host(simt.Kernels(SOURCE, [case.expression]), case, x)
     assert_close(y, expected, accuracy.TOLERANCE["delta", "float32"], name)
 

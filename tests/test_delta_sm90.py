@@ -18,9 +18,10 @@ from host import sass, simt
 from cupy_gdelta import accuracy, arrays, gated_delta_rule
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
-from test_delta import WILD, repeated, wild_inputs
+from posed import device_offsets, laid_out, needs_compiler, on_host, pose, random_inputs, verify
+from test_delta import repeated
 from test_linear_sm90 import hopper, host_map
+from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import delta_sm90, keepers, loader, plan, tensormap
 
@@ -207,7 +208,7 @@ def test_one_key_that_is_exact(beta, kernels, rng):
 @needs_compiler
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow(name, kernels):
-    x, expected = wild_inputs(Family("numpy"), name, K=64)
+    x, expected = wild_inputs(Family("numpy"), WILD[name], "delta", K=64, beta=0.5)
     y, _ = on_this_cpu(kernels, Case(64, 64, T=100, H=1, Hq=1), x)
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], name)
 
@@ -373,7 +374,7 @@ def test_one_key_again_and_again_on_a_gpu(beta, rng):
 @hopper
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow_on_a_gpu(name):
-    x, expected = wild_inputs(Family("cupy"), name, K=64)
+    x, expected = wild_inputs(Family("cupy"), WILD[name], "delta", K=64, beta=0.5)
     y, _ = launch(Case(64, 64, T=100, H=1, Hq=1), x)
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], name)
 
@@ -393,21 +394,10 @@ def test_the_public_function_runs_it(T, H, D, unit, rng):
 @hopper
 @pytest.mark.parametrize("layout", ["heads first", "sliced", "reversed states"])
 def test_strided_arrays_are_read_in_place(layout, rng):
-    import cupy
-
     case = Case(64, 64, T=333, H=6, Hq=6, B=2)
     x = random_inputs(case, rng, Family("cupy"))
     expected = gated_delta_rule(**x, return_state=True)
-    strided = dict(x)
-    if layout == "heads first":
-        for n in "qkv":
-            strided[n] = cupy.ascontiguousarray(x[n].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    elif layout == "sliced":
-        together = cupy.stack([x[n] for n in "qkv"], axis=2)
-        strided |= {n: together[:, :, i] for i, n in enumerate("qkv")}
-    else:
-        state = cupy.ascontiguousarray(x["initial_state"][:, :, ::-1, ::-1])
-        strided["initial_state"] = state[:, :, ::-1, ::-1]
+    strided = laid_out(x, layout)
     assert all(tensormap.fits(arrays.take(strided[n])) for n in "qkv")
     got = gated_delta_rule(**strided, return_state=True)
     for a, b in zip(got, expected, strict=True):

@@ -19,6 +19,7 @@ from cupy_gdelta import accuracy
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import chunks, linear, loader, plan
 
@@ -159,37 +160,13 @@ def test_every_barrier_has_its_plant():
         assert text.count(name) == planted, name
 
 
-WILD = {  # gates at the start of all ones, and the values' first tokens that are 0
-    "overflow before anything is stored": ([1e20, 1e20], 4),
-    "and forgotten": ([1e20, 1e20, 0], 4),
-    "three and forgotten": ([1e13, 1e13, 1e13, 0], 4),
-    "down and up": ([1e-30, 1e-30, 1e30, 1e30], 5),
-    "later": ([1] * 70 + [-1e25, 1e25, 0], 80),
-    "across blocks": ([1] * 10 + [1e9] * 20 + [0], 40),
-    "across chunks": ([1] * 40 + [1e9] * 50, 95),
-}
-
-
-def wild_inputs(family: Family, name: str) -> tuple[dict, np.ndarray]:
-    """One head of ones, and what the recurrence gives: nothing is stored before values begin."""
-    gates, zeros = WILD[name]
-    T = 100
-    x = {n: np.ones((1, T, 1, 16)) / 4 for n in "qk"} | {"v": np.ones((1, T, 1, 64))}
-    x["v"][:, :zeros] = 0
-    x["gate"] = np.ones((1, T, 1))
-    x["gate"][0, : len(gates), 0] = gates
-    x |= {"beta": np.ones((1, T, 1)), "initial_state": np.zeros((1, 1, 16, 64))}
-    y = np.maximum(np.arange(1, T + 1) - zeros, 0.0)
-    return family.arrays(x, "bfloat16"), np.broadcast_to(y[None, :, None, None], (1, T, 1, 64))
-
-
 @needs_compiler
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow(name, pieces):
     """A state of 0 stays 0 under any finite gate, as it does token by token."""
     case = Case(16, 64, T=100, H=1, Hq=1, pieces=pieces)
-    x, expected = wild_inputs(Family("numpy"), name)
+    x, expected = wild_inputs(Family("numpy"), WILD[name], "linear")
     kernels = simt.Kernels(SOURCE, case.expressions)
     y, _ = run_on_host(kernels, case, x)
     assert_close(y, expected, accuracy.TOLERANCE["linear", "bfloat16"], name)
@@ -199,7 +176,7 @@ def test_products_of_gates_that_overflow(name, pieces):
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_gate_that_is_not_finite_shows(bad):
     case = Case(16, 64, T=100, H=1, Hq=1)
-    x, _ = wild_inputs(Family("numpy"), "later")
+    x, _ = wild_inputs(Family("numpy"), WILD["later"], "linear")
     x["gate"][...] = 1
     x["gate"][0, 70] = bad
     y, state = run_on_host(simt.Kernels(SOURCE, case.expressions), case, x)
@@ -213,7 +190,7 @@ def test_a_gate_that_is_not_finite_shows(bad):
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow_on_a_gpu(name, pieces):
     case = Case(16, 64, T=100, H=1, Hq=1, pieces=pieces)
-    x, expected = wild_inputs(Family("cupy"), name)
+    x, expected = wild_inputs(Family("cupy"), WILD[name], "linear")
     y, _ = launch_on_gpu(case, case.tile, x)
     assert_close(y, expected, accuracy.TOLERANCE["linear", "bfloat16"], name)
 

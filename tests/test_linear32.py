@@ -19,6 +19,7 @@ from cupy_gdelta import accuracy, arrays, reference
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import chunks32, linear32, loader, plan
 
@@ -340,49 +341,26 @@ def test_nan_shows_on_a_gpu(case, number, rng):
     assert_shows(*launch_on_gpu(case, poisoned(case, Family("cupy"), rng, number)))
 
 
-WILD = {  # gates at the start of all ones, and the values' first tokens that are 0
-    "overflow before anything is stored": ([1e20, 1e20], 4),
-    "and forgotten": ([1e20, 1e20, 0], 4),
-    "three and forgotten": ([1e13, 1e13, 1e13, 0], 4),
-    "down and up": ([1e-30, 1e-30, 1e30, 1e30], 5),
-    "later": ([1] * 70 + [-1e25, 1e25, 0], 80),
-    "across blocks": ([1] * 10 + [1e9] * 20 + [0], 40),
-    "across chunks": ([1] * 30 + [1e9] * 40, 75),
-}
-
-
-def wild(family: Family, name: str) -> tuple[dict, np.ndarray]:
-    """One head of ones, and what the recurrence gives: nothing is stored before values begin."""
-    gates, zeros = WILD[name]
-    T = 100
-    x = {n: np.ones((1, T, 1, 16)) / 4 for n in "qk"} | {"v": np.ones((1, T, 1, 16))}
-    x["v"][:, :zeros] = 0
-    x["gate"] = np.ones((1, T, 1))
-    x["gate"][0, : len(gates), 0] = gates
-    x |= {"beta": np.ones((1, T, 1)), "initial_state": np.zeros((1, 1, 16, 16))}
-    y = np.maximum(np.arange(1, T + 1) - zeros, 0.0)
-    return family.arrays(x, "float32"), np.broadcast_to(y[None, :, None, None], (1, T, 1, 16))
-
-
+STARTS = WILD | {"across chunks": ([1] * 30 + [1e9] * 40, 75)}
 WILD_CASE = Case(16, 16, T=100, H=1, Hq=1)
 
 
 @needs_compiler
 @pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("name", WILD)
+@pytest.mark.parametrize("name", STARTS)
 def test_products_of_gates_that_overflow(name, pieces):
     """A state of 0 stays 0 under any finite gate, as it does token by token."""
     case = replace(WILD_CASE, pieces=pieces)
-    x, expected = wild(Family("numpy"), name)
+    x, expected = wild_inputs(Family("numpy"), STARTS[name], "linear", "float32", V=16)
     y, _ = run_on_host(simt.Kernels(SOURCE, case.expressions), case, x)
     assert_close(y, expected, accuracy.TOLERANCE["linear", "float32"], name)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("name", WILD)
+@pytest.mark.parametrize("name", STARTS)
 def test_products_of_gates_that_overflow_on_a_gpu(name, pieces):
-    x, expected = wild(Family("cupy"), name)
+    x, expected = wild_inputs(Family("cupy"), STARTS[name], "linear", "float32", V=16)
     y, _ = launch_on_gpu(replace(WILD_CASE, pieces=pieces), x)
     assert_close(y, expected, accuracy.TOLERANCE["linear", "float32"], name)
 

@@ -18,8 +18,8 @@ from host import sass, simt
 from cupy_gdelta import accuracy, arrays, gated_linear_attention
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
-from test_linear import WILD, wild_inputs
+from posed import device_offsets, laid_out, needs_compiler, on_host, pose, random_inputs, verify
+from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import linear_sm90, loader, plan, tensormap, warpgroups
 
@@ -215,7 +215,7 @@ def test_case_on_a_gpu(case, rng):
 @pytest.mark.parametrize("name", WILD)
 def test_products_of_gates_that_overflow(name, pieces, scale):
     case = Case(16, 64, T=100, B=1, H=1, Hq=1, pieces=pieces, options={"scale": scale})
-    x, expected = wild_inputs(Family("cupy"), name)
+    x, expected = wild_inputs(Family("cupy"), WILD[name], "linear")
     y, _ = launch(case, x)
     error = accuracy.error(y.get().astype(np.float64), scale * expected)
     assert error <= accuracy.TOLERANCE["linear", "bfloat16"], name
@@ -250,21 +250,10 @@ def test_the_public_function_runs_it(T, H, D, rng):
 @hopper
 @pytest.mark.parametrize("layout", ["heads first", "sliced", "reversed states"])
 def test_strided_arrays_are_read_in_place(layout, rng):
-    import cupy
-
     case = Case(64, 64, T=333, H=6, Hq=6)
     x = random_inputs(case, rng, Family("cupy"))
     expected = gated_linear_attention(**x, return_state=True)
-    strided = dict(x)
-    if layout == "heads first":
-        for n in "qkv":
-            strided[n] = cupy.ascontiguousarray(x[n].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    elif layout == "sliced":
-        together = cupy.stack([x[n] for n in "qkv"], axis=2)
-        strided |= {n: together[:, :, i] for i, n in enumerate("qkv")}
-    else:
-        state = cupy.ascontiguousarray(x["initial_state"][:, :, ::-1, ::-1])
-        strided["initial_state"] = state[:, :, ::-1, ::-1]
+    strided = laid_out(x, layout)
     assert all(tensormap.fits(arrays.take(strided[n])) for n in "qkv")
     got = gated_linear_attention(**strided, return_state=True)
     for a, b in zip(got, expected, strict=True):

@@ -14,6 +14,11 @@ DECAY_BYTES = 4 * (6 * 64 + 16 + 64 * 20 + 4)  # sizeof(Decay)
 GATE_BYTES = 4 * 2 * 12 * 64  # sizeof(GateRing)
 
 
+def in_pieces(pieces: int) -> str:
+    """How a tile cuts sequences, in words."""
+    return "whole sequences" if pieces == 1 else f"sequences in {pieces} pieces"
+
+
 @dataclass(frozen=True)
 class ChunkTile:
     """How ``linear`` splits one head: see cuda/linear.cu for the names."""
@@ -27,7 +32,7 @@ class ChunkTile:
 
     @property
     def reason(self) -> str:
-        return "whole sequences" if self.pieces == 1 else f"sequences in {self.pieces} pieces"
+        return in_pieces(self.pieces)
 
     @property
     def threads(self) -> int:

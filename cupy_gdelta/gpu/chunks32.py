@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from ..arrays import ITEMSIZE
+from .chunks import in_pieces
 
 CHUNK = 32  # tokens
 MAX_K = 128
@@ -43,7 +44,7 @@ class Tile32:
 
     @property
     def reason(self) -> str:
-        return "whole sequences" if self.pieces == 1 else f"sequences in {self.pieces} pieces"
+        return in_pieces(self.pieces)
 
     @property
     def boxes(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .chunks import CHUNK, PIECE_CHUNKS, SHORTEST
+from .chunks import CHUNK, PIECE_CHUNKS, SHORTEST, in_pieces
 from .warpgroups import MAX_ITEMS, TILE_BYTES
 
 MIN_K, MAX_K = 33, 128  # in fewer dimensions keys are so much alike that tiles would be half empty
@@ -29,7 +29,7 @@ class KeeperTile:
 
     @property
     def reason(self) -> str:
-        return "whole sequences" if self.pieces == 1 else f"sequences in {self.pieces} pieces"
+        return in_pieces(self.pieces)
 
     @property
     def keepers(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .chunks import CHUNK, DECAY_BYTES, PIECE_CHUNKS, SHORTEST
+from .chunks import CHUNK, DECAY_BYTES, PIECE_CHUNKS, SHORTEST, in_pieces
 
 MAX_DIM = 128
 MAX_ITEMS = 2**31 - 2**12  # for which the kernel's 32 bits leave room
@@ -25,7 +25,7 @@ class WarpgroupTile:
 
     @property
     def reason(self) -> str:
-        return "whole sequences" if self.pieces == 1 else f"sequences in {self.pieces} pieces"
+        return in_pieces(self.pieces)
 
     @property
     def shared_bytes(self) -> int:
