@@ -172,7 +172,7 @@ struct OutTiles {
       weigh_all<true, kFirst>(scores, decay, lane);
     else
       weigh_all<false, kFirst>(scores, decay, lane);
-    const Columns<In, kTokenBox<In>> values(v, col0 / 8, lane);
+    const Columns<In, kTokenBox<In>> values(v, col0 / 8, afresh(lane));
 #pragma unroll
     for (int block = 0; block < kFirst + kTilesDown; block++) {
       Four<kProducts> left[kTilesDown][2];
