@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 import struct
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from ..arrays import ITEMSIZE, View
 from ..problem import Problem
 from . import call, loader, recurrent_grad
 from .delta_grad_tile import DeltaGradTile
+from .loader import Launch
 from .plan import Plan
 
 SPACE = struct.Struct("=4Q q")  # SpaceArgs of cuda/delta_grad_space.cuh
@@ -109,15 +109,13 @@ def launch(p: Problem, plan: Plan, grads: dict[str, View], offsets: View | None)
 
     Returns the workspace.
     """
-    tile, device = plan.tile, p.v.device
+    tile = plan.tile
     assert isinstance(tile, DeltaGradTile)
     needed = sizes(p, tile)
     room = sum(-(-size // ALIGNED) * ALIGNED for size in needed.values())
     view = arrays.empty(p.v, (room // 4,), "float32")
     spaces = places(view.ptr, needed)
-    for name, blocks, threads, shared, args in launches(p, tile, grads, offsets, spaces):
-        kernel: Any = loader.kernel(tile.stem, name, device, shared)
-        kernel((blocks,), (threads,), args, shared_mem=shared)
+    loader.run(tile.stem, launches(p, tile, grads, offsets, spaces), p.v.device)
     return [view]
 
 
@@ -127,8 +125,8 @@ def launches(
     grads: dict[str, View],
     offsets: View | None,
     spaces: dict[str, int],
-) -> list[tuple[str, int, int, int, tuple]]:
-    """Expression, blocks, threads, bytes of shared memory and arguments of each launch."""
+) -> list[Launch]:
+    """Kernels in order."""
     given = call.arguments(p, grads["v"], grads.get("initial_state"), offsets)
     own = gradients(p, grads, spaces)
     unit = of_unit_length(p, spaces)
@@ -139,17 +137,19 @@ def launches(
     items = min(slots(p, tile.chunk) * p.H, call.MAX_GRID)
     walks = 2 * p.N * p.H * tile.column_blocks
     rows = math.ceil(p.B * p.T * p.Hq * 32 / UNIT_THREADS)
-    found: list[tuple[str, int, int, int, tuple]] = []
+    found = []
     if p.qk_l2norm:
         outputs = np.uint64(spaces["q"]), np.uint64(spaces["k"])
         name = f"{tile.stem}_units<{p.K}>"
-        found.append((name, min(2 * rows, BLOCKS), UNIT_THREADS, 0, (given, own, *outputs)))
+        blocks = min(2 * rows, BLOCKS)
+        found.append(Launch(name, blocks, UNIT_THREADS, 0, (given, own, *outputs)))
     found += [
-        (prepare, items, tile.prepare_threads, tile.prepare_bytes, (args, last)),
-        (walk, walks, tile.walk_threads, tile.walk_bytes, (args, own, last)),
-        (tokens, items, tile.token_threads, tile.token_bytes, (args, own, last)),
+        Launch(prepare, items, tile.prepare_threads, tile.prepare_bytes, (args, last)),
+        Launch(walk, walks, tile.walk_threads, tile.walk_bytes, (args, own, last)),
+        Launch(tokens, items, tile.token_threads, tile.token_bytes, (args, own, last)),
     ]
     if not direct:
         name = recurrent_grad.finish_expression(p.dtype, "float32", p.qk_l2norm, p.K, 1)
-        found.append((name, min(rows, BLOCKS), recurrent_grad.FINISH_THREADS, 0, (given, own)))
+        blocks = min(rows, BLOCKS)
+        found.append(Launch(name, blocks, recurrent_grad.FINISH_THREADS, 0, (given, own)))
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from ..arrays import View
 from ..problem import Problem
 from . import call, loader
 from .chunks import ChunkTile
+from .loader import Launch
 from .plan import Plan
 
 PIECES = struct.Struct("=2Q q 2i")  # PieceArgs of cuda/linear.cu
@@ -44,20 +44,18 @@ def launch(
     args = call.arguments(p, y, state, offsets)
     items = p.N * p.H * -(-p.V // tile.block_cols)
     cut = pieces(tile, 0, 0)
+    found = []
     if tile.pieces > 1:
         size = p.N * p.H * p.K * p.V
         space = arrays.empty(p.v, (tile.pieces * (size + p.N * p.H),), "float32")
         cut = pieces(tile, space.ptr, space.ptr + 4 * tile.pieces * size)
-        name = expression(p.K, p.V, tile, False)
-        blocks = items * (tile.pieces - 1)
-        _run(name, blocks, tile.state_threads, tile.state_bytes, (args, cut), device)
-        sizes = (np.int64(p.K), np.int64(p.V))
-        _run("scan_pieces", -(-size // SCAN_THREADS), SCAN_THREADS, 0, (args, cut, *sizes), device)
-    name = expression(p.K, p.V, tile, True)
-    _run(name, items * tile.pieces, tile.threads, tile.shared_bytes, (args, cut), device)
+        name, blocks = expression(p.K, p.V, tile, False), items * (tile.pieces - 1)
+        blocks = min(blocks, call.MAX_GRID)
+        found.append(Launch(name, blocks, tile.state_threads, tile.state_bytes, (args, cut)))
+        blocks = min(-(-size // SCAN_THREADS), call.MAX_GRID)
+        given = (args, cut, np.int64(p.K), np.int64(p.V))
+        found.append(Launch("scan_pieces", blocks, SCAN_THREADS, 0, given))
+    name, blocks = expression(p.K, p.V, tile, True), min(items * tile.pieces, call.MAX_GRID)
+    found.append(Launch(name, blocks, tile.threads, tile.shared_bytes, (args, cut)))
+    loader.run("linear", found, device)
     return space
-
-
-def _run(name: str, blocks: int, threads: int, shared: int, args: tuple, device: int) -> None:
-    kernel: Any = loader.kernel("linear", name, device, shared)
-    kernel((min(blocks, call.MAX_GRID),), (threads,), args, shared_mem=shared)

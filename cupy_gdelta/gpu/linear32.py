@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Any
 
 import cupy
 import numpy as np
@@ -14,6 +13,7 @@ from ..arrays import View
 from ..problem import Problem
 from . import call, loader, tensormap
 from .chunks32 import CHUNK, Tile32
+from .loader import Launch
 from .plan import Plan
 
 PIECES = struct.Struct("=2Q q 2i")  # PieceArgs of cuda/linear32.cu
@@ -74,21 +74,18 @@ def launch(
     args = call.arguments(p, y, state, offsets)
     items = p.N * p.H * tile.col_blocks
     cut, tensors = pieces(tile, 0, 0), maps(p, tile)
+    found = []
     if tile.pieces > 1:
         size = p.N * p.H * p.K * p.V
         total, decays = workspace(tile, size, p.N * p.H)
         space = arrays.empty(p.v, (total // 4,), "float32")
         cut = pieces(tile, space.ptr, space.ptr + decays)
-        name = expression(tile, False)
-        blocks = items * (tile.pieces - 1)
-        _run(name, blocks, tile.state_threads, tile.state_bytes, (args, cut, *tensors), device)
-        sizes = (np.int64(p.K), np.int64(p.V))
-        _run("scan_pieces", -(-size // SCAN_THREADS), SCAN_THREADS, 0, (args, cut, *sizes), device)
-    name = expression(tile, True)
-    _run(name, items * tile.pieces, tile.threads, tile.shared_bytes, (args, cut, *tensors), device)
+        name, blocks = expression(tile, False), items * (tile.pieces - 1)
+        threads, shared = tile.state_threads, tile.state_bytes
+        found.append(Launch(name, blocks, threads, shared, (args, cut, *tensors)))
+        given = (args, cut, np.int64(p.K), np.int64(p.V))
+        found.append(Launch("scan_pieces", -(-size // SCAN_THREADS), SCAN_THREADS, 0, given))
+    name, blocks = expression(tile, True), items * tile.pieces
+    found.append(Launch(name, blocks, tile.threads, tile.shared_bytes, (args, cut, *tensors)))
+    loader.run("linear32", found, device)
     return space
-
-
-def _run(name: str, blocks: int, threads: int, shared: int, args: tuple, device: int) -> None:
-    kernel: Any = loader.kernel("linear32", name, device, shared)
-    kernel((blocks,), (threads,), args, shared_mem=shared)

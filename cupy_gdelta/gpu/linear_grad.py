@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 from .. import arrays
 from ..arrays import View
@@ -70,7 +69,7 @@ def launch(p: Problem, plan: Plan, grads: dict[str, View], offsets: View | None)
     each, bfloat16 for bfloat16 and float32 otherwise, and where heads share q and k 2 K + 2
     float32 numbers a token of a head.
     """
-    tile, device = plan.tile, p.v.device
+    tile = plan.tile
     assert isinstance(tile, ChunkGradTile)
     needed = sizes(p, tile)
     space = arrays.empty(p.v, (sum(needed.values()) // 4,), "float32")
@@ -78,9 +77,8 @@ def launch(p: Problem, plan: Plan, grads: dict[str, View], offsets: View | None)
         call.arguments(p, grads["v"], grads.get("initial_state"), offsets),
         recurrent_grad.arguments(p, grads, addresses(space.ptr, needed)),
     )
-    for name, blocks, threads, shared in launches(p, tile):
-        kernel: Any = loader.kernel("linear_grad", name, device, shared)
-        kernel((blocks,), (threads,), args, shared_mem=shared)
+    found = [loader.Launch(*launch, args) for launch in launches(p, tile)]
+    loader.run("linear_grad", found, p.v.device)
     return [space]
 
 

@@ -12,8 +12,10 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 
@@ -59,6 +61,24 @@ def source(stem: str) -> str:
     return inline(f"{stem}.cu")
 
 
+class Launch(NamedTuple):
+    """One kernel of a file, and how to run it."""
+
+    expression: str
+    blocks: int
+    threads: int
+    shared_bytes: int
+    args: tuple
+
+
+def run(stem: str, launches: Sequence[Launch], device: int) -> None:
+    """Run kernels of ``cuda/<stem>.cu`` one after the other on the current stream."""
+    wanted = {x.expression: x.shared_bytes for x in launches}
+    found = kernels(stem, wanted, device)
+    for x in launches:
+        found[x.expression]((x.blocks,), (x.threads,), x.args, shared_mem=x.shared_bytes)
+
+
 def kernel(
     stem: str, expression: str, device: int, shared_bytes: int, together: bool = False
 ) -> Any:
@@ -66,36 +86,62 @@ def kernel(
 
     With ``together`` all blocks of a launch run at once, or none does.
     """
-    key = (stem, expression, device)
-    found = _kernels.get(key)
+    found = _kernels.get((stem, expression, device))
     if found is None:
-        with _lock:
-            found = _kernels.get(key)
-            if found is None:
-                found = _kernels[key] = _compile(stem, expression, shared_bytes, together)
+        found = kernels(stem, {expression: shared_bytes}, device, together)[expression]
     return found
 
 
-def _compile(stem: str, expression: str, shared_bytes: int, together: bool = False) -> Any:
-    hopper = cupy.cuda.Device().compute_capability == "90"
-    options = OPTIONS + (SM90 if hopper else ())
+def kernels(
+    stem: str, wanted: Mapping[str, int], device: int, together: bool = False
+) -> dict[str, Any]:
+    """The same for several, by expression, with their bytes of shared memory.
 
-    def build() -> Any:
-        module = cupy.RawModule(
-            code=source(stem),
-            options=options,
-            name_expressions=(expression,),
-            enable_cooperative_groups=together,
-        )
-        return module.get_function(expression)
+    Those that are missing are compiled side by side.
+    """
+    found = {x: _kernels.get((stem, x, device)) for x in wanted}
+    if None in found.values():
+        _refuse_capture()
+        with _lock:
+            missing = [x for x in wanted if (stem, x, device) not in _kernels]
+            for x, function in zip(missing, _compile(stem, missing, device, together), strict=True):
+                if wanted[x] > 48 * 1024:
+                    function.max_dynamic_shared_size_bytes = wanted[x]
+                _kernels[stem, x, device] = function
+        found = {x: _kernels[stem, x, device] for x in wanted}
+    return found
 
+
+def _refuse_capture() -> None:
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "cupy_gdelta: the kernel for this shape is not compiled yet, and compiling would break "
             "the running graph capture; call once with the same arguments before capturing"
         )
+
+
+def _compile(stem: str, expressions: Sequence[str], device: int, together: bool) -> list[Any]:
+    hopper = cupy.cuda.Device().compute_capability == "90"
+    options = OPTIONS + (SM90 if hopper else ())
+
+    def build(expression: str) -> Any:
+        with cupy.cuda.Device(device):  # each thread has a current device of its own
+            module = cupy.RawModule(
+                code=source(stem),
+                options=options,
+                name_expressions=(expression,),
+                enable_cooperative_groups=together,
+            )
+            return module.get_function(expression)
+
+    def build_all() -> list[Any]:
+        if len(expressions) < 2:
+            return [build(x) for x in expressions]
+        with ThreadPoolExecutor(len(expressions)) as pool:
+            return list(pool.map(build, expressions))
+
     try:
-        function = build()
+        return build_all()
     except OSError as error:
         warnings.warn(
             f"cupy_gdelta: CuPy's kernel cache cannot be used ({error}); compiling in memory. "
@@ -103,15 +149,12 @@ def _compile(stem: str, expression: str, shared_bytes: int, together: bool = Fal
             RuntimeWarning,
             stacklevel=2,
         )
-        before = os.environ.get("CUPY_CACHE_IN_MEMORY")
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-        try:
-            function = build()
-        finally:
-            if before is None:
-                del os.environ["CUPY_CACHE_IN_MEMORY"]
-            else:
-                os.environ["CUPY_CACHE_IN_MEMORY"] = before
-    if shared_bytes > 48 * 1024:
-        function.max_dynamic_shared_size_bytes = shared_bytes
-    return function
+    before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    try:
+        return build_all()
+    finally:
+        if before is None:
+            del os.environ["CUPY_CACHE_IN_MEMORY"]
+        else:
+            os.environ["CUPY_CACHE_IN_MEMORY"] = before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from ..arrays import ITEMSIZE, View
 from ..problem import Problem
 from . import call, loader
 from .grad_tiles import GROUP, GradTile
+from .loader import Launch
 from .plan import Plan
 from .recurrent import RULES, TYPES
 
@@ -75,7 +75,7 @@ def launch(p: Problem, plan: Plan, grads: dict[str, View], offsets: View | None)
 
     Returns the workspace.
     """
-    tile, device = plan.tile, p.v.device
+    tile = plan.tile
     assert isinstance(tile, GradTile)
     needed = sizes(p, tile)
     space = arrays.empty(p.v, (sum(needed.values()),), plan.sums)
@@ -88,17 +88,12 @@ def launch(p: Problem, plan: Plan, grads: dict[str, View], offsets: View | None)
         call.arguments(p, grads["v"], grads.get("initial_state"), offsets),
         arguments(p, grads, spaces),
     )
-    blocks = -(-p.V // tile.block_cols)
+    cols = -(-p.V // tile.block_cols)
     name = expression(p.rule, p.dtype, plan.sums, p.qk_l2norm, p.K, p.V, tile)
-    _run(
-        name, min(p.N * p.H * blocks, call.MAX_GRID), tile.threads, tile.shared_bytes, args, device
-    )
-    name = finish_expression(p.dtype, plan.sums, p.qk_l2norm, p.K, blocks)
-    rows = math.ceil(p.B * p.T * p.Hq * 32 / FINISH_THREADS)
-    _run(name, min(rows, FINISH_BLOCKS), FINISH_THREADS, 0, args, device)
+    blocks = min(p.N * p.H * cols, call.MAX_GRID)
+    found = [Launch(name, blocks, tile.threads, tile.shared_bytes, args)]
+    name = finish_expression(p.dtype, plan.sums, p.qk_l2norm, p.K, cols)
+    blocks = min(math.ceil(p.B * p.T * p.Hq * 32 / FINISH_THREADS), FINISH_BLOCKS)
+    found.append(Launch(name, blocks, FINISH_THREADS, 0, args))
+    loader.run("recurrent_grad", found, p.v.device)
     return [space]
-
-
-def _run(name: str, blocks: int, threads: int, shared: int, args: tuple, device: int) -> None:
-    kernel: Any = loader.kernel("recurrent_grad", name, device, shared)
-    kernel((blocks,), (threads,), args, shared_mem=shared)
