@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from compare import REFERENCE, assert_close, host
+from compare import REFERENCE, assert_close, bits, host
 from conftest import Family
 from host import sass, simt
 
@@ -119,9 +119,8 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
     for order in simt.ORDERS:
         y, state = on_this_cpu(kernels, case, x, grid=3, order=order)
         verify(case, x, y, state, f"order {order}")
-        bits = y.tobytes() + state.tobytes()
-        assert first in (None, bits), "the order of threads shows in the result"
-        first = bits
+        assert first in (None, bits(y, state)), "the order of threads shows in the result"
+        first = bits(y, state)
 
 
 @needs_compiler
@@ -258,16 +257,16 @@ def test_a_wait_left_out_is_caught(wait, right_bits, tmp_path):
 
     def run() -> None:
         for order in simt.ORDERS:
-            for (case, x), bits in zip(cases, right_bits, strict=True):
+            for (case, x), right in zip(cases, right_bits, strict=True):
                 y, state = on_this_cpu(broken, case, x, grid=1, order=order)
-                assert y.tobytes() + state.tobytes() == bits
+                assert bits(y, state) == right
 
     with pytest.raises((simt.Fault, AssertionError)):
         run()
 
 
 @pytest.fixture(scope="module")
-def right_bits() -> list[bytes]:
+def right_bits() -> list[str]:
     """Of planted_cases, without a fault."""
     cases = planted_cases()
     names = list(dict.fromkeys(case.expression for case, _ in cases))
@@ -275,7 +274,7 @@ def right_bits() -> list[bytes]:
     results = [on_this_cpu(right, case, x, grid=1) for case, x in cases]
     for (case, x), result in zip(cases, results, strict=True):
         verify(case, x, *result, "not planted")
-    return [y.tobytes() + state.tobytes() for y, state in results]
+    return [bits(*result) for result in results]
 
 
 @needs_compiler
@@ -359,8 +358,7 @@ def test_case_of_what_gates_forget_on_a_gpu(dim, pieces, past, rng):
     verify_pieces(case, x, y, state, past)
     for _ in range(5):
         again = launch(case, on_device)
-        assert again[0].tobytes() == y.tobytes()
-        assert again[1].tobytes() == state.tobytes()
+        assert bits(*again) == bits(y, state)
 
 
 @hopper

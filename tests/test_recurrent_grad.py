@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from compare import bits
 from conftest import Family
 from host import simt
 
@@ -242,11 +243,11 @@ def test_every_tile_gives_the_same_bits_every_time(rule, dtype, D, rng):
             assert again == first, f"{tile}: the same inputs gave other bits"
 
 
-def launch_on_gpu(case: Case, chosen: plan.Plan, x: dict, compare: bool = True) -> bytes:
-    """Launch one plan on CuPy arrays, gradients poisoned with NaN first; their bytes."""
+def launch_on_gpu(case: Case, chosen: plan.Plan, x: dict, compare: bool = True) -> str:
+    """Launch one plan on CuPy arrays, gradients poisoned with NaN first; their bits."""
     p, grads = pose_grad(case, x)
     recurrent_grad.launch(p, chosen, grads, device_offsets(p))
     if compare:
         owners = {name: view.owner for name, view in grads.items()}
         verify_grad(case, x, owners, str(chosen.tile))
-    return b"".join(view.owner.get().tobytes() for view in grads.values())
+    return bits(*(view.owner for view in grads.values()))
