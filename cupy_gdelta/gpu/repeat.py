@@ -64,7 +64,9 @@ def on_torch(rule: str, log_gate: bool, scale: Any, qk_l2norm: Any, arrays: Arra
         return None
     y = arrays[_Y]
     if y is None:
-        y = arrays[2].new_empty(form.y_shape)
+        v = arrays[2]
+        like_v = v.is_contiguous()  # y has the shape of v; what is made like it is made sooner
+        y = sys.modules["torch"].empty_like(v) if like_v else v.new_empty(form.y_shape)
         at[_Y] = y.data_ptr()
     stream = _torch_stream(form.device)
     if runtime.getDevice() != form.device:
@@ -178,8 +180,10 @@ def _run_cupy(form: Form, arrays: Arrays, at: list[int]) -> Any:
 def _torch_stream(device: int) -> Any:
     from . import stream_of
 
-    cuda = sys.modules["torch"].cuda
-    return stream_of(cuda.current_stream(device).cuda_stream, device)
+    torch = sys.modules["torch"]
+    current = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as Triton asks for it
+    handle = current(device) if current else torch.cuda.current_stream(device).cuda_stream
+    return stream_of(handle, device)
 
 
 def _written(arrays: Arrays) -> None:
