@@ -248,11 +248,10 @@ def test_train_looks_at_no_later_token(load, rule):
 
 @pytest.mark.slow
 def test_train_recalls_in_two_minutes(load, tmp_path, capsys):
-    torch = pytest.importorskip("torch")
-    begin, worked = time.perf_counter(), time.process_time()
+    pytest.importorskip("torch")
+    begin = time.perf_counter()
     assert load("train").main(["--plot", str(tmp_path / "losses.png")]) == 0
-    worked = (time.process_time() - worked) / torch.get_num_threads()
-    assert min(time.perf_counter() - begin, worked) < 120  # others may work beside it
+    assert time.perf_counter() - begin < 120
     table = cells(capsys.readouterr().out)
     recalled = {rule: float(row[2].rstrip("%")) for rule, row in table.items()}
     assert recalled["delta"] >= 99
