@@ -64,9 +64,8 @@ def on_torch(rule: str, log_gate: bool, scale: Any, qk_l2norm: Any, arrays: Arra
         return None
     y = arrays[_Y]
     if y is None:
-        v = arrays[2]
-        like_v = v.is_contiguous()  # y has the shape of v; what is made like it is made sooner
-        y = sys.modules["torch"].empty_like(v) if like_v else v.new_empty(form.y_shape)
+        torch = sys.modules["torch"]  # where arrays are made by shape later than like another
+        y = torch.empty_like(arrays[2], memory_format=torch.contiguous_format)
         at[_Y] = y.data_ptr()
     stream = _torch_stream(form.device)
     if runtime.getDevice() != form.device:
