@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -132,14 +132,35 @@ def verify(case: Any, x: dict, y, state, what: str) -> None:
         assert_close(got, want, tolerance, f"{case} {what} {name}")
 
 
+def verify_in_every_order(
+    case: Any, x: dict, run: Callable[[int], tuple], verify: Callable = verify
+) -> None:
+    """Compare y and the state of ``run(order)``: the same bits each time, inputs left alone."""
+
+    def verified(order: int) -> tuple:
+        results = run(order)
+        verify(case, x, *results, f"order {order}")
+        return results
+
+    _same_in_every_order(x, verified)
+
+
 def verify_grad_in_every_order(case: Any, x: dict, run: Callable[[int], dict]) -> None:
-    """Compare the gradients of ``run(order)``, which have the same bits and leave inputs alone."""
+    """The same for gradients."""
+
+    def verified(order: int) -> Iterable[np.ndarray]:
+        grads = run(order)
+        verify_grad(case, x, grads, f"order {order}")
+        return grads.values()
+
+    _same_in_every_order(x, verified)
+
+
+def _same_in_every_order(x: dict, verified: Callable[[int], Iterable]) -> None:
     before = {name: bits(a) for name, a in x.items()}
     first = None
     for order in simt.ORDERS:
-        grads = run(order)
-        verify_grad(case, x, grads, f"order {order}")
-        found = bits(*grads.values())
+        found = bits(*verified(order))
         assert first in (None, found), "the order of threads shows in the result"
         first = found
     for name, a in x.items():

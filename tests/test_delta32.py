@@ -18,7 +18,15 @@ from host import simt
 from cupy_gdelta import accuracy
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from posed import (
+    device_offsets,
+    needs_compiler,
+    on_host,
+    pose,
+    random_inputs,
+    verify,
+    verify_in_every_order,
+)
 from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import delta32, delta_chunks32, loader, plan
@@ -118,13 +126,9 @@ def kernels() -> simt.Kernels:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_the_cpu_in_every_order(case, kernels, rng):
     x = case.inputs(rng, Family("numpy"))
-    first = None
-    for order in simt.ORDERS:
-        y, state = run_on_host(kernels, case, x, order=order)
-        case.verify(x, y, state, f"order {order}")
-        bits = y.tobytes() + state.tobytes()
-        assert first in (None, bits), "the order of threads shows in the result"
-        first = bits
+    verify_in_every_order(
+        case, x, lambda order: run_on_host(kernels, case, x, order=order), Case.verify
+    )
 
 
 @needs_compiler

@@ -18,7 +18,16 @@ from host import sass, simt
 from cupy_gdelta import accuracy, arrays, gated_delta_rule
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, laid_out, needs_compiler, on_host, pose, random_inputs, verify
+from posed import (
+    device_offsets,
+    laid_out,
+    needs_compiler,
+    on_host,
+    pose,
+    random_inputs,
+    verify,
+    verify_in_every_order,
+)
 from test_delta import repeated
 from test_linear_sm90 import hopper, host_map
 from wild import WILD, wild_inputs
@@ -115,12 +124,7 @@ def kernels() -> simt.Kernels:
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_on_the_cpu_in_every_order(case, kernels, rng):
     x = random_inputs(case, rng, Family("numpy"))
-    first = None
-    for order in simt.ORDERS:
-        y, state = on_this_cpu(kernels, case, x, grid=3, order=order)
-        verify(case, x, y, state, f"order {order}")
-        assert first in (None, bits(y, state)), "the order of threads shows in the result"
-        first = bits(y, state)
+    verify_in_every_order(case, x, lambda order: on_this_cpu(kernels, case, x, grid=3, order=order))
 
 
 @needs_compiler

@@ -11,14 +11,22 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from compare import assert_close, bits, check, host
+from compare import assert_close, check, host
 from conftest import Family
 from host import simt
 
 from cupy_gdelta import accuracy, arrays, reference
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from posed import (
+    device_offsets,
+    needs_compiler,
+    on_host,
+    pose,
+    random_inputs,
+    verify,
+    verify_in_every_order,
+)
 from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import chunks32, linear32, loader, plan
@@ -176,12 +184,9 @@ def kernels() -> simt.Kernels:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_the_cpu_in_every_order(case, kernels, rng):
     x = case.inputs(rng, Family("numpy"))
-    first = None
-    for order in simt.ORDERS:
-        y, state = run_on_host(kernels, case, x, order=order)
-        case.verify(x, y, state, f"order {order}")
-        assert first in (None, bits(y, state)), "the order of threads shows in the result"
-        first = bits(y, state)
+    verify_in_every_order(
+        case, x, lambda order: run_on_host(kernels, case, x, order=order), Case.verify
+    )
 
 
 @needs_compiler

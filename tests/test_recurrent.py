@@ -21,7 +21,15 @@ from host import simt
 from cupy_gdelta import arrays
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from posed import (
+    device_offsets,
+    needs_compiler,
+    on_host,
+    pose,
+    random_inputs,
+    verify,
+    verify_in_every_order,
+)
 
 from cupy_gdelta.gpu import loader, plan, recurrent
 
@@ -144,15 +152,7 @@ def kernels() -> simt.Kernels:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_the_cpu_in_every_order(case, kernels, rng):
     x = case.inputs(rng)
-    before = {name: bits(a) for name, a in x.items()}
-    first = None
-    for order in simt.ORDERS:
-        y, state = run_on_host(kernels, case, x, order=order)
-        verify(case, x, y, state, f"order {order}")
-        assert first in (None, bits(y, state)), "the order of threads shows in the result"
-        first = bits(y, state)
-    for name, a in x.items():
-        assert bits(a) == before[name], f"{name} was written to"
+    verify_in_every_order(case, x, lambda order: run_on_host(kernels, case, x, order=order))
 
 
 @needs_compiler
