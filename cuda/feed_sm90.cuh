@@ -220,9 +220,10 @@ __device__ __forceinline__ int make_decays(Shared<S, kStages>& shared, const Wal
         if (at >= kStages) shared.decays_free[before % S::kDecays].wait(before / S::kDecays % 2);
       shared.loaded[stage].wait(at / kStages % 2);
 #pragma unroll 1
-      for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
-#pragma unroll 1
-        for (int e = left * 64 + lane; e < kTile; e += 32) keys[i * kTile + e] = 0;
+      for (int e = left * 8 + lane; e < kTile / 8; e += 32)
+#pragma unroll
+        for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
+          reinterpret_cast<uint4*>(keys + i * kTile)[e] = {0, 0, 0, 0};
       fence_shared();
     }
     __syncwarp();
@@ -234,14 +235,4 @@ __device__ __forceinline__ int make_decays(Shared<S, kStages>& shared, const Wal
   cp_async_wait<0>();  // slots come up again sooner than was thought
   shared.counted.wait(0);
   return shared.needed;
-}
-
-// Clears outputs of tokens of no sequence, after the last one, by one warp.
-__device__ __forceinline__ void clear_rest(const Walk& w, int lane) {
-  unsigned short* const y =
-      static_cast<unsigned short*>(w.a.y) + w.b * w.a.y_stride[0] + w.h * w.a.y_stride[2];
-#pragma unroll 1
-  for (int t = w.end; t < w.a.T; t++)
-#pragma unroll 1
-    for (int col = lane; col < w.cut.V; col += 32) y[t * w.a.y_stride[1] + col] = 0;
 }

@@ -14,6 +14,7 @@
 // their states, for the outputs (pieces_sm90.cuh). What the first pass read last, the second finds
 // in the L2 cache. All blocks must run at once.
 #include "pieces_sm90.cuh"
+#include "rows_sm90.cuh"
 
 // grid: any number of blocks, or as many as there are pieces. block: 512 threads.
 template <int K, int V, int kStages, bool kPieces>
@@ -271,14 +272,9 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
             }
           } else {  // rows of the next sequence follow
             unsigned short* const y = static_cast<unsigned short*>(a.y) +
-                                      afresh(w.b) * a.y_stride[0] + afresh(w.h) * a.y_stride[2];
-#pragma unroll 1
-            for (int e = threadIdx.x % kGroup; e < kChunk * V; e += kGroup) {
-              const int row = e / V, col = e % V;
-              if (t + row < w.stop && col < pieces.V)
-                y[static_cast<long long>(t + row) * a.y_stride[1] + col] =
-                    out[col / 64 * kTile + swizzled(row, col % 64 / 8) + col % 8];
-            }
+                                      afresh(w.b) * a.y_stride[0] + afresh(w.h) * a.y_stride[2] +
+                                      afresh(t) * a.y_stride[1];
+            store_rows<V>(y, a.y_stride[1], w.stop - t, pieces.V, out, threadIdx.x % kGroup);
           }
         }
         if (kPieces && warp == 0 && lane == 0) wait_stores();

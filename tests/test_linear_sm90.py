@@ -18,10 +18,19 @@ from host import sass, simt
 from cupy_gdelta import accuracy, arrays, gated_linear_attention
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, laid_out, needs_compiler, on_host, pose, random_inputs, verify
+from posed import (
+    addressed,
+    device_offsets,
+    laid_out,
+    needs_compiler,
+    on_host,
+    pose,
+    random_inputs,
+    verify,
+)
 from wild import WILD, wild_inputs
 
-from cupy_gdelta.gpu import linear_sm90, loader, plan, tensormap, warpgroups
+from cupy_gdelta.gpu import call, linear_sm90, loader, plan, tensormap, warpgroups
 
 
 def _is_hopper() -> bool:
@@ -95,11 +104,15 @@ def launch(case: Case, x: dict) -> tuple:
 def on_this_cpu(kernels: simt.Kernels, case: Case, x: dict, grid: int, **how) -> tuple:
     """Launch on NumPy arrays as linear_sm90.launch does on CuPy's, by twins of the hardware."""
     p, y, state, args, *_ = on_host(case, x)
+    run_on_host(kernels, case, p, (x["q"], x["k"], x["v"], y), args, grid, **how)
+    return y, state
+
+
+def run_on_host(kernels, case: Case, p, mapped, args, grid: int, **how) -> None:
     cut = linear_sm90.pieces(p, case.tile, 0, 0, 0)[0]
-    maps = [host_map(np.asarray(a)) for a in (x["q"], x["k"], x["v"], y)]
+    maps = [host_map(np.asarray(a)) for a in mapped]
     name = linear_sm90.expression(case.tile)
     kernels.launch(name, grid, 512, case.tile.shared_bytes, [args, cut, *maps], **how)
-    return y, state
 
 
 def host_map(x: np.ndarray) -> np.void:
@@ -163,6 +176,31 @@ def compare_odd(kernels: simt.Kernels, rng, order: int) -> None:
     half = {n: a if n == "initial_state" else a[:, :390] for n, a in x.items()}
     half["initial_state"] = x["initial_state"][:1]
     verify(replace(case, options={}), half, y[:, :390], state[:1], f"order {order}")
+
+
+@needs_compiler
+def test_rows_that_end_inside_a_vector(kernels, rng):
+    """Tokens past the last sequence are cleared, and columns past the last one left alone."""
+    options = {"cu_seqlens": [0, 70, 70, 133, 190]}
+    case = Case(20, 20, T=200, B=1, options=options)
+    x = random_inputs(case, rng, Family("numpy"))
+    x.update({n: with_gaps(x[n]) for n in "qkv"})
+    p, whole, state = pose(case, x)
+    y = with_gaps(whole.owner)
+    args = call.arguments(*map(addressed, (p, arrays.take(y), state, arrays.take(p.cu_seqlens))))[0]
+    run_on_host(kernels, case, p, (*(x[n] for n in "qkv"), y), args, 3)
+    y = y.base
+    short = {n: a if n == "initial_state" else a[:, :190] for n, a in x.items()}
+    verify(replace(case, T=190), short, y[:, :190, :, :20], state.owner, "with gaps")
+    assert (y[:, 190:, :, :20] == 0).all()
+    assert np.isnan(y[..., 20:].astype(np.float32)).all()
+
+
+def with_gaps(x: np.ndarray) -> np.ndarray:
+    """``x`` in rows of which each begins at a multiple of 16 bytes, with NaN between them."""
+    space = np.full((*x.shape[:-1], x.shape[-1] + -x.shape[-1] % 8), np.nan, x.dtype)
+    space[..., : x.shape[-1]] = x
+    return space[..., : x.shape[-1]]
 
 
 @needs_compiler
