@@ -14,10 +14,10 @@
 // their states, for the outputs (pieces_sm90.cuh). What the first pass read last, the second finds
 // in the L2 cache. All blocks must run at once.
 #include "pieces_sm90.cuh"
-#include "rows_sm90.cuh"
+#include "queue_sm90.cuh"
 
 // grid: any number of blocks, or as many as there are pieces. block: 512 threads.
-template <int K, int V, int kStages, bool kPieces>
+template <int K, int V, int kStages, Dealing kDealing>
 __global__ void __launch_bounds__(4 * kGroup, 1)
     linear(const CallArgs a, const PieceArgs pieces, const __grid_constant__ TensorMap q_map,
            const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -28,7 +28,13 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       *reinterpret_cast<Shared<S, kStages>*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32 % 4;
+  constexpr bool kPieces = kDealing == kInPieces;
   constexpr int kAttempts = kPieces ? 2 : 1;
+  Turn<kItems> dealt;
+  const auto next = [&](Walk& w) {
+    if constexpr (kDealing == kByQueue) return take(shared, w, dealt, lane);
+    return w.next();
+  };
   const auto last = [](const Walk& w) { return !kPieces || w.last_piece(); };
   const auto twice = [&](const Walk& w) { return !last(w); };
   // Whether the first attempt at a piece was enough, once that is known.
@@ -37,7 +43,8 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     shared.judged.wait(0);
     return !shared.again;
   };
-  if (group == 0 && warp > 0) {  // all wait for the first gates, so they go ahead of other loads
+  if (kDealing != kByQueue && group == 0 &&
+      warp > 0) {  // all wait for the first gates, so they go ahead of other loads
     Walk w(a, pieces);
     if (w.next()) begin_decays(shared.gates, w, 0, warp - 1, twice(w), lane);
   }
@@ -54,6 +61,10 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       shared.state_made[i].init(4 * S::kStateGroups);
       shared.state_free[i].init(4);
     }
+    for (int i = 0; i < kItems; i++) {
+      shared.dealt[i].init(1);
+      shared.taken[i].init(S::kThreads / 32 - 1);
+    }
     shared.counted.init(1);
     shared.judged.init(1);
     shared.again = 0;
@@ -64,7 +75,9 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
   if (group == 0) {
     set_registers<128, S::kFeedRegisters>();
     Walk w(a, pieces);
-    if (warp == 0) {
+    if (kDealing == kByQueue && warp == 0) {
+      feed_from_queue(shared, w, pieces.arrivals, q_map, k_map, v_map, lane);
+    } else if (warp == 0) {
       Turn<kStages> stage;
       const auto copy = [&](int c, int stop, bool backwards) {
         load(shared, w, c, stop, stage, q_map, k_map, v_map, backwards);
@@ -89,12 +102,13 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
           __syncwarp();
           if (all_well(attempt)) break;
         }
-        if (a.cu_seqlens && w.n == a.N - 1 && last(w)) clear_rest(w, lane);
+        if (a.cu_seqlens && w.n == a.N - 1 && last(w))
+          clear_rest(a, pieces.V, w.end, w.h, 1, 0, 1, lane);
       }
     } else {
       unsigned done = 0;
-      bool begun = true;
-      for (bool more = w.next(); more; more = !kPieces && w.next()) {
+      bool begun = kDealing != kByQueue;
+      for (bool more = next(w); more; more = !kPieces && next(w)) {
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
 #pragma unroll 1
@@ -115,7 +129,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     State<K, V, kStages> state(shared, group - 1, warp, lane, pieces.zero);
     const Places<K, V> places{state.row0 + lane / 4, lane % 4 * 2, thread};
     Walk w(a, pieces);
-    for (bool more = w.next(); more; more = !kPieces && w.next()) {
+    for (bool more = next(w); more; more = !kPieces && next(w)) {
       const long long user_state = w.head() * (static_cast<long long>(pieces.K) * pieces.V);
       if constexpr (kPieces) {
         const Piece<K, V, kStages, kThreads> piece{a, pieces, w, places, thread};
@@ -176,7 +190,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     Turn<S::kDecays> tables;
     Turn<S::kStates> state;
     Turn<S::kOutGroups> group_at;
-    for (bool more = w.next(); more; more = !kPieces && w.next()) {
+    for (bool more = next(w); more; more = !kPieces && next(w)) {
 #pragma unroll 1
       for (int attempt = 0; attempt < kAttempts; attempt++) {
         if (twice(w)) {  // this group has no part in the first pass, and waits for its end

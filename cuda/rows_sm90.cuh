@@ -28,13 +28,17 @@ __device__ __forceinline__ void store_rows(unsigned short* y, long long stride, 
   }
 }
 
-// Clears outputs of tokens of no sequence, after the last one, by one warp.
-__device__ __forceinline__ void clear_rest(const Walk& w, int lane) {
-  unsigned short* const y =
-      static_cast<unsigned short*>(w.a.y) + w.b * w.a.y_stride[0] + w.h * w.a.y_stride[2];
+// Clears outputs of tokens of no sequence, from `end` on, of some heads from h on, by one warp of
+// each of several blocks.
+__device__ __forceinline__ void clear_rest(const CallArgs& a, int cols, int end, int h, int heads,
+                                           int block, int blocks, int lane) {
+  const long long rows = (a.T - end) * heads;
 #pragma unroll 1
-  for (int t = w.end + lane / 16; t < w.a.T; t += 2)
+  for (long long i = 2ll * block + lane / 16; i < rows; i += 2 * blocks) {
+    unsigned short* const row = static_cast<unsigned short*>(a.y) +
+                                (end + i / heads) * a.y_stride[1] + (h + i % heads) * a.y_stride[2];
 #pragma unroll 1
-    for (int col = lane % 16 * 8; col < w.cut.V; col += 16 * 8)
-      put_eight(y + t * w.a.y_stride[1], col, w.cut.V, uint4{0, 0, 0, 0});
+    for (int col = lane % 16 * 8; col < cols; col += 16 * 8)
+      put_eight(row, col, cols, uint4{0, 0, 0, 0});
+  }
 }

@@ -71,7 +71,8 @@ class Case:
         tile = warpgroups.best_tile(1000, 1000, self.K, self.V, 132, plan.SHARED_LIMIT)
         assert tile is not None
         size = -(-((self.T + 63) // 64) // self.pieces) * 64
-        return replace(tile, pieces=self.pieces, piece_size=size)
+        queued = self.pieces == 1 and "cu_seqlens" in self.options
+        return replace(tile, pieces=self.pieces, piece_size=size, queued=queued)
 
 
 PACKED = {"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}
@@ -109,7 +110,8 @@ def on_this_cpu(kernels: simt.Kernels, case: Case, x: dict, grid: int, **how) ->
 
 
 def run_on_host(kernels, case: Case, p, mapped, args, grid: int, **how) -> None:
-    cut = linear_sm90.pieces(p, case.tile, 0, 0, 0)[0]
+    taken = np.zeros(1, np.uint32)
+    cut = linear_sm90.pieces(p, case.tile, 0, 0, taken.ctypes.data)[0]
     maps = [host_map(np.asarray(a)) for a in mapped]
     name = linear_sm90.expression(case.tile)
     kernels.launch(name, grid, 512, case.tile.shared_bytes, [args, cut, *maps], **how)
@@ -149,7 +151,7 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
 # Waits of one block. Left out: those of stores, which come at once here; that of pieces, which take
 # several blocks; the last one for decays, which the state that is waited for implies.
 WAIT = re.compile(r"(?:shared\.\w+\[[^;]*\]\.wait\(|wgmma_wait<\d>\()[^;]*;")
-FILES = ("feed_sm90.cuh", "state_sm90.cuh", "linear_sm90.cu")
+FILES = ("feed_sm90.cuh", "queue_sm90.cuh", "state_sm90.cuh", "linear_sm90.cu")
 MADE = "decays_made[table.slot].wait"
 
 
@@ -220,7 +222,9 @@ def test_a_wait_left_out_is_caught(wait, tmp_path, rng):
     source = planted.read_text()
     at = list(WAIT.finditer(source))[int(which)]
     planted.write_text(source[: at.start()] + ";" + source[at.end() :])
-    cases = Case(64, 64, T=700), Case(128, 128, T=700)
+    cases = [Case(64, 64, T=700), Case(128, 128, T=700)]
+    offsets = [*range(0, 351, 70), *[350] * 9]  # nothing is copied of the last ones
+    cases += [Case(64, 64, T=350, B=1, options={"cu_seqlens": offsets})]
     names = list(dict.fromkeys(linear_sm90.expression(case.tile) for case in cases))
     broken = simt.Kernels(tmp_path / "linear_sm90.cu", names)
 
@@ -408,17 +412,14 @@ KEPT = "next[j][i] | kt[j][i] & none"
 
 
 @pytest.mark.parametrize(
-    ("dim", "pieces", "planted"),
+    ("dim", "change", "planted"),
     [
-        (64, 1, False),
-        (64, 2, False),
-        (128, 1, False),
-        (128, 2, False),
-        (64, 1, True),
-        (128, 1, True),
+        *((dim, {}, planted) for dim in (64, 128) for planted in (False, True)),
+        *((dim, {"pieces": 2}, False) for dim in (64, 128)),
+        *((dim, {"queued": True}, False) for dim in (64, 128)),
     ],
 )
-def test_products_run_side_by_side_and_keep_their_factors(dim, pieces, planted):
+def test_products_run_side_by_side_and_keep_their_factors(dim, change, planted):
     """wgmma reads registers late: what is written into them too early shows in the result."""
     nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     if sass.disassembler() is None:
@@ -428,7 +429,7 @@ def test_products_run_side_by_side_and_keep_their_factors(dim, pieces, planted):
     assert KEPT in source
     if planted:
         source = source.replace(KEPT, "next[j][i]")
-    expression = linear_sm90.expression(replace(tile, pieces=pieces))
+    expression = linear_sm90.expression(replace(tile, **change))
     cubin, log = nvrtc.machine_code(source, [expression], "sm_90a", loader.OPTIONS)
     assert "C75" not in log, "the compiler makes products wait for each other"
     code = sass.disassemble(cubin)
