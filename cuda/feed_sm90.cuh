@@ -13,13 +13,16 @@ enum Dealing { kInSteps, kInPieces, kByQueue };
 
 // States of pieces lie as the warpgroups hold them: see Places.
 struct PieceArgs {
-  float* states;       // (pieces, N, H, K * V of the kernel): after each from zero, then before it
-  float* decays;       // (pieces, N, H)
-  unsigned* arrivals;  // (N, H, 4), zeros: see Piece; or one, of those who took from a queue
-  long long piece_size;  // tokens, whole chunks
+  float* states;  // (pieces, N, H, K * V of the kernel): after each from zero, then before it
+  float* decays;  // (pieces, N, H)
+  unsigned long long* progress;  // (N, H, pieces + 1): see Piece
+  unsigned* taken;               // one, 0: of those who took from a queue
+  long long piece_size;          // tokens, whole chunks
   int pieces;
-  int K, V;       // as given; the kernel's own are rounded up to tiles
-  unsigned zero;  // 0, which the compiler must not know: see after
+  int K, V;        // as given; the kernel's own are rounded up to tiles
+  unsigned zero;   // 0, which the compiler must not know: see after
+  unsigned nonce;  // of this call and no other one
+  unsigned padding;
 };
 
 template <int K, int V>
@@ -59,7 +62,9 @@ struct Shared {
   // Of pieces: the chunks that the first pass takes in, whether all is to be done again with all of
   // them, and when each is known.
   Barrier counted, judged;
+  unsigned long long tag;  // see Piece
   int needed, again;
+  unsigned marks, padding;
   Barrier dealt[kItems], taken[kItems];
   Item items[kItems];
 };

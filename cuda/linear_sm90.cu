@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     set_registers<128, S::kFeedRegisters>();
     Walk w(a, pieces);
     if (kDealing == kByQueue && warp == 0) {
-      feed_from_queue(shared, w, pieces.arrivals, q_map, k_map, v_map, lane);
+      feed_from_queue(shared, w, pieces.taken, q_map, k_map, v_map, lane);
     } else if (warp == 0) {
       Turn<kStages> stage;
       const auto copy = [&](int c, int stop, bool backwards) {
@@ -86,14 +86,10 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
           int sure = 0, needed = w.chunks;
-          if (twice(w) && attempt == 0) {
-            sure = min(kSure, w.chunks);
+          if (kPieces && attempt == 0) {
+            if (twice(w)) sure = min(kSure, w.chunks);
             if (lane == 0) copy(0, sure, true);
-            needed = count_needed(w, lane);
-            if (lane == 0) {
-              shared.needed = needed;
-              shared.counted.arrive();
-            }
+            needed = begin_piece(shared, w, lane);
           }
           if (lane == 0) {
             if (twice(w)) copy(sure, needed, true);
@@ -132,33 +128,33 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     for (bool more = next(w); more; more = !kPieces && next(w)) {
       const long long user_state = w.head() * (static_cast<long long>(pieces.K) * pieces.V);
       if constexpr (kPieces) {
-        const Piece<K, V, kStages, kThreads> piece{a, pieces, w, places, thread};
+        const Piece<K, V, kStages, kThreads> piece{a, pieces, w, places, shared, thread};
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
-          int needed = w.chunks;
-          float bound = 0;  // of a state that may be forgotten
+          const auto needed = [&] { return attempt > 0 ? w.chunks : shared.needed; };
+          float bound = 0;  // of a state that may be forgotten; below 0, of none
           if (twice(w)) {
-            if (attempt == 0) {
-              shared.counted.wait(0);
-              needed = shared.needed;
-            }
+            int chunks = attempt > 0 ? w.chunks : min(kSure, w.chunks);
 #pragma unroll
             for (int i = 0; i < V / 2; i++) state.s[i] = 0;
-            const float whole = state.template pass<true>(needed);
+            const float whole = state.template pass<true>(chunks);
             bound = fminf(kNegligible * state.largest() / fmaxf(fabsf(whole), kLeast), kLargest);
-            piece.leave(state.s, whole, needed == w.chunks);
+            piece.leave(state.s, whole, chunks == w.chunks);
           }
-          const bool doubted = piece.wait_for_all(attempt) && attempt == 0;
-          if (!doubted && attempt == 0 && thread == 0) shared.judged.arrive();
-          piece.read(state.s, attempt);
-          bool doubtful = false;
+          shared.counted.wait(0);
+          piece.arrive(attempt == 0 ? kLeft : kLeftAgain, needed() < w.chunks, kCut);
+          const auto cut = piece.wait(attempt == 0 ? kLeft : kLeftAgain);
+          if (attempt == 0) piece.count_replay();
+          if (attempt > 0 || !cut.any(kCut)) bound = -1;
+          if (attempt == 0 && bound < 0 && thread == 0) shared.judged.arrive();
+          piece.read(state.s, attempt, attempt == 0 && cut.all(kCut));
 #pragma unroll 1
           for (int part = 0; part < 2; part++) {
-            if (part > 0 && needed < w.chunks) doubtful = !(state.sum() <= bound);
-            state.template pass<false>(part > 0 ? needed : w.chunks - needed);
+            if (part > 0 && bound >= 0) piece.doubt(needed() < w.chunks && !(state.sum() <= bound));
+            state.pass_forwards(part > 0 ? needed() : w.chunks - needed());
           }
-          if (doubted) {
-            const bool again = piece.judge(doubtful, shared.again);
+          if (bound >= 0) {
+            const bool again = piece.wait(kJudged).any(kAgain);
             if (thread == 0) {
               shared.again = again;
               shared.judged.arrive();
@@ -171,7 +167,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
             a.initial_state ? static_cast<const float*>(a.initial_state) + user_state : nullptr;
         places.each(state.s, pieces,
                     [=](float& x, int at, bool real) { x = from && real ? from[at] : 0.f; });
-        state.template pass<false>(w.chunks);
+        state.pass_forwards(w.chunks);
       }
       if (a.state && last(w)) {
         float* const to = static_cast<float*>(a.state) + user_state;

@@ -6,6 +6,7 @@ test_case_* are small enough for compute-sanitizer.
 
 from __future__ import annotations
 
+import mmap
 import re
 import shutil
 from dataclasses import dataclass, field, replace
@@ -111,7 +112,7 @@ def on_this_cpu(kernels: simt.Kernels, case: Case, x: dict, grid: int, **how) ->
 
 def run_on_host(kernels, case: Case, p, mapped, args, grid: int, **how) -> None:
     taken = np.zeros(1, np.uint32)
-    cut = linear_sm90.pieces(p, case.tile, 0, 0, taken.ctypes.data)[0]
+    cut = linear_sm90.pieces(p, case.tile, taken.ctypes.data)[0]
     maps = [host_map(np.asarray(a)) for a in mapped]
     name = linear_sm90.expression(case.tile)
     kernels.launch(name, grid, 512, case.tile.shared_bytes, [args, cut, *maps], **how)
@@ -146,6 +147,139 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
         bits = y.tobytes() + state.tobytes()
         assert first in (None, bits), "the order of threads shows in the result"
         first = bits
+
+
+class Together:
+    """A call in pieces on this CPU, each block in a process of its own, as often as it is run."""
+
+    def __init__(self, kernels: simt.Kernels, case: Case, x: dict) -> None:
+        self.kernels, self.tile, self.x = kernels, case.tile, x
+        p, *written = pose(case, x)
+        self.y, self.state = (shared_with_children(view.owner) for view in written)
+        views = p, arrays.take(self.y), arrays.take(self.state)
+        offsets = None if p.cu_seqlens is None else arrays.take(p.cu_seqlens)
+        self.args = call.arguments(*map(addressed, (*views, offsets)))[0], offsets
+        self.blocks = p.N * p.H * case.pieces
+        words = linear_sm90.space_words(p, case.tile, self.blocks)
+        self.space = shared_with_children(np.random.default_rng(0).standard_normal(words, "f4"))
+        self.cut = linear_sm90.pieces(p, case.tile, self.space.ctypes.data)[0]
+        self.maps = [host_map(np.asarray(a)) for a in (*(x[n] for n in "qkv"), self.y)]
+
+    def run(self, order: int) -> tuple:
+        self.x["v"] *= -1  # what an earlier run has left is wrong now
+        self.y[...] = self.state[...] = np.nan
+        values = [self.args[0], self.cut, *self.maps]
+        how = {"order": order, "together": True}
+        name = linear_sm90.expression(self.tile)
+        self.kernels.launch(name, self.blocks, 512, self.tile.shared_bytes, values, **how)
+        return self.y, self.state
+
+
+def shared_with_children(x: np.ndarray) -> np.ndarray:
+    space = np.ndarray(x.shape, x.dtype, mmap.mmap(-1, max(x.nbytes, 1)))
+    space[...] = x
+    return space
+
+
+def forgetting(past: str, pieces: int, rng, **sizes) -> tuple[Case, dict]:
+    """Gates that forget most of a piece, and data of which this matters or does not."""
+    sizes = {"K": 64, "V": 64, "T": 4096, "B": 1, "H": 3, "Hq": 3, **sizes}
+    case = Case(**sizes, pieces=pieces, gate="one")
+    x = random_inputs(case, rng, Family("numpy"))
+    gate, v = x["gate"], x["v"]
+    gate[:] = 0.97 if past == "short" else 0.94
+    if past == "silence":  # all that is left is what early tokens left
+        gate[:, :1000], gate[:, 1500:] = 1, 1
+        v[:, 900:] = 0
+    elif past == "loud":
+        v[:, 128:192] *= 1e9
+    elif past == "growth":
+        gate[:, 64:128] = 3
+    elif past == "zeros":
+        gate[:, 500::517] = 0
+    elif past == "mixed":
+        gate[:, :, 1] = 1
+        gate[:, :, 2:] = 0.5
+    return case, x
+
+
+IN_PIECES = [
+    Case(64, 64, T=1000, B=1, H=2, pieces=4),
+    Case(64, 64, T=1000, B=1, H=1, Hq=1, pieces=3, gate="random"),
+    Case(128, 128, T=500, B=1, H=1, Hq=1, pieces=2, gate="one"),
+    Case(96, 72, T=500, B=1, H=2, pieces=3, options={"cu_seqlens": [0, 3, 3, 400, 420]}),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels_of_pieces() -> simt.Kernels:
+    names = dict.fromkeys(linear_sm90.expression(case.tile) for case in IN_PIECES)
+    return simt.Kernels(loader.folder() / "linear_sm90.cu", list(names))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", IN_PIECES, ids=str)
+def test_pieces_on_the_cpu(case, kernels_of_pieces, rng):
+    """Whatever was in the workspace, and also where it is what the same launch left there."""
+    x = random_inputs(case, rng, Family("numpy"))
+    call_ = Together(kernels_of_pieces, case, x)
+    end = case.options.get("cu_seqlens", [case.T])[-1]
+    used = {n: a if n == "initial_state" else a[:, :end] for n, a in x.items()}
+    seen = []
+    for order in (0, 1, 3):
+        y, state = call_.run(order)
+        verify(replace(case, T=end), used, y[:, :end], state, f"order {order}")
+        assert (y[:, end:] == 0).all()
+        seen.append(y.tobytes() + state.tobytes())
+    assert seen[0] == seen[2], "who comes first shows in the result"
+
+
+@needs_compiler
+@pytest.mark.parametrize("past", ["silence", "loud", "growth", "zeros", "mixed", "short"])
+def test_what_gates_forget_on_the_cpu(past, kernels_of_pieces, rng):
+    case, x = forgetting(past, 3, rng, T=1920, H=2, Hq=2)
+    call_ = Together(kernels_of_pieces, case, x)
+    verify(case, x, *call_.run(3), past)
+
+
+# What pieces wait for, and what they would read if they did not.
+NEEDED = {
+    "states of others": (
+        "piece.wait(attempt == 0 ? kLeft : kLeftAgain)",
+        "Marks{true, true, false}",
+    ),
+    "this run's": ("x >> 8 != tag || ", ""),
+    "which run it is": ("if (attempt == 0) piece.count_replay();", ""),
+    "states put together": ("      wait(stage);\n", ""),
+    "whether all is well": ("piece.wait(kJudged).any(kAgain)", "false"),
+    "how many chunks": ("        chunks = max(chunks, shared.needed);\n", ""),
+}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("which", NEEDED)
+def test_pieces_that_do_not_wait_are_caught(which, tmp_path, rng):
+    for path in loader.folder().glob("*.cu*"):
+        text = path.read_text()
+        (tmp_path / path.name).write_text(text.replace(*NEEDED[which]))
+    planted = sum(
+        (tmp_path / path.name).read_text() != path.read_text()
+        for path in loader.folder().glob("*.cu*")
+    )
+    assert planted == 1
+    cases = [forgetting(past, 3, rng, T=1920, H=1, Hq=1) for past in ("silence", "zeros")]
+    cases.append((IN_PIECES[0], random_inputs(IN_PIECES[0], rng, Family("numpy"))))
+    broken = simt.Kernels(tmp_path / "linear_sm90.cu", [linear_sm90.expression(cases[0][0].tile)])
+
+    def run() -> None:
+        for case, x in cases:
+            together = Together(broken, case, x)
+            for order in (0, 1, 3):
+                verify(case, x, *together.run(order), which)
+
+    with pytest.raises((simt.Fault, AssertionError)):
+        run()
 
 
 # Waits of one block. Left out: those of stores, which come at once here; that of pieces, which take
@@ -332,22 +466,7 @@ def test_what_gates_forget_is_only_left_out_where_it_is_nothing(past, pieces, D,
     """Pieces leave out early tokens by their gates alone, and find out later what those were."""
     import cupy
 
-    case = Case(D, D, T=4096, B=1, H=3, Hq=3, pieces=pieces, gate="one")
-    x = random_inputs(case, rng, Family("numpy"))
-    gate, v = x["gate"], x["v"]
-    gate[:] = 0.97 if past == "short" else 0.94
-    if past == "silence":  # all that is left is what early tokens left
-        gate[:, :1000], gate[:, 1500:] = 1, 1
-        v[:, 900:] = 0
-    elif past == "loud":
-        v[:, 128:192] *= 1e9
-    elif past == "growth":
-        gate[:, 64:128] = 3
-    elif past == "zeros":
-        gate[:, 500::517] = 0
-    elif past == "mixed":
-        gate[:, :, 1] = 1
-        gate[:, :, 2] = 0.5
+    case, x = forgetting(past, pieces, rng, K=D, V=D)
     x = {n: cupy.asarray(z) for n, z in x.items()}
     verify(case, x, *launch(case, x), past)
 
@@ -389,7 +508,7 @@ def test_tiles_fit_into_shared_memory_and_fill_the_chip():
             assert tile.shared_bytes <= plan.SHARED_LIMIT
             assert tile.pieces * tile.piece_size >= T
             assert tile.pieces == 1 or tile.pieces * items <= 132, "all blocks run at once"
-    assert warpgroups.best_tile(32768, 4, 128, 128, 132, plan.SHARED_LIMIT).pieces == 33
+    assert warpgroups.best_tile(32768, 4, 128, 128, 132, plan.SHARED_LIMIT).pieces == 32
     assert warpgroups.best_tile(1000, 64, 129, 64, 132, plan.SHARED_LIMIT) is None
     assert warpgroups.best_tile(63, 64, 64, 64, 132, plan.SHARED_LIMIT) is None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import secrets
 import struct
 from typing import Any
 
@@ -16,7 +18,8 @@ from . import call, loader, tensormap
 from .plan import Plan
 from .warpgroups import THREADS, WarpgroupTile
 
-PIECES = struct.Struct("=3Q q 3i I")  # PieceArgs of cuda/linear_sm90.cu
+PIECES = struct.Struct("=4Q q 3i 3I")  # PieceArgs of cuda/feed_sm90.cuh
+_calls = itertools.count(secrets.randbits(32))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -25,10 +28,22 @@ def expression(tile: WarpgroupTile) -> str:
     return f"linear<{tile.dim}, {tile.dim}, {tile.stages}, {tile.dealing}>"
 
 
-def pieces(p: Problem, tile: WarpgroupTile, states: int, decays: int, arrivals: int) -> np.ndarray:
-    """The kernel's second argument, laid out as PieceArgs."""
-    packed = PIECES.pack(states, decays, arrivals, tile.piece_size, tile.pieces, p.K, p.V, 0)
+def pieces(p: Problem, tile: WarpgroupTile, space: int) -> np.ndarray:
+    """The kernel's second argument, laid out as PieceArgs, with its parts of the workspace."""
+    count, items = tile.pieces, p.N * p.H
+    states = space + -(-8 * items * (count + 1) // 16) * 16
+    decays = states + 4 * count * items * tile.dim**2
+    sizes = tile.piece_size, count, p.K, p.V
+    packed = PIECES.pack(states, decays, space, space, *sizes, 0, next(_calls) % 2**32, 0)
     return np.frombuffer(packed, np.dtype((np.void, PIECES.size)))
+
+
+def space_words(p: Problem, tile: WarpgroupTile, blocks: int) -> int:
+    """4-byte words of workspace: what blocks tell each other, and states and decays of pieces."""
+    items = p.N * p.H
+    if tile.pieces > 1:
+        return (2 * (tile.pieces + 1) + tile.pieces * (tile.dim**2 + 1)) * items + 2
+    return int(tile.queued and blocks < items)
 
 
 def launch(
@@ -36,35 +51,23 @@ def launch(
 ) -> View | None:
     """Run on the current stream of the current device, which must be the arrays' own.
 
-    Returns the workspace: where sequences are cut into pieces, their states, decays and arrivals;
-    where they are dealt out, how many have been.
+    Returns the workspace, if there is one.
     """
     tile, space = plan.tile, None
     assert isinstance(tile, WarpgroupTile)
     items = p.N * p.H
     multiprocessors = cupy.cuda.Device(p.v.device).attributes["MultiProcessorCount"]
     blocks = items * tile.pieces if tile.pieces > 1 else min(items, multiprocessors)
-    cut = pieces(p, tile, 0, 0, 0)
-    if tile.pieces > 1:
-        states = tile.pieces * items * tile.dim**2
-        decays = tile.pieces * items
-        space = arrays.empty(p.v, (states + decays + 4 * items,), "float32")
-        ends = space.ptr + 4 * states, space.ptr + 4 * (states + decays)
-        cut = pieces(p, tile, space.ptr, *ends)
-        clear(ends[1], 4 * items)
-    elif tile.queued and blocks < items:
-        space = arrays.empty(p.v, (1,), "float32")
-        cut = pieces(p, tile, 0, 0, space.ptr)
-        clear(space.ptr, 1)
+    words = space_words(p, tile, blocks)
+    if words > 0:
+        space = arrays.empty(p.v, (words,), "float32")
+    if tile.queued and space is not None:
+        cupy.cuda.runtime.memsetAsync(space.ptr, 0, 4, cupy.cuda.get_current_stream().ptr)
     maps = [tensormap.make(x) for x in (p.q, p.k, p.v, y)]
     kernel: Any = loader.kernel(
         "linear_sm90", expression(tile), p.v.device, tile.shared_bytes, together=tile.pieces > 1
     )
+    cut = pieces(p, tile, 0 if space is None else space.ptr)
     args = (call.arguments(p, y, state, offsets), cut, *maps)
     kernel((blocks,), (THREADS,), args, shared_mem=tile.shared_bytes)
     return space
-
-
-def clear(address: int, words: int) -> None:
-    stream = cupy.cuda.get_current_stream().ptr
-    cupy.cuda.runtime.memsetAsync(address, 0, 4 * words, stream)

@@ -41,14 +41,8 @@ class WarpgroupTile:
         decays, states, outs = (3, 1, 1) if large else (6, 2, 2)
         tiles = self.stages * 3 * across + states * across**2 + outs * across
         barriers = 2 * (self.stages + decays + states + 1 + ITEMS)
-        size = (
-            tiles * TILE_BYTES
-            + decays * DECAY_BYTES
-            + RING_BYTES
-            + 8 * barriers
-            + 2 * 4
-            + ITEM_BYTES * ITEMS
-        )
+        size = tiles * TILE_BYTES + decays * DECAY_BYTES + RING_BYTES
+        size += 8 * barriers + 24 + ITEMS * ITEM_BYTES
         return 1024 + -(-size // 16) * 16
 
 
@@ -72,6 +66,7 @@ def best_tile(
     chunks = -(-T // CHUNK)
     pieces = max(1, min(multiprocessors // max(items, 1), chunks // PIECE_CHUNKS))
     size = -(-chunks // pieces) * CHUNK
+    pieces = -(-chunks * CHUNK // size)  # the last ones may have nothing left
     for stages in (4, 3, 2):
         tile = WarpgroupTile(dim, stages, pieces, size, packed and pieces == 1)
         if tile.shared_bytes <= shared_limit:
