@@ -5,16 +5,23 @@
 
 constexpr int kDecayWarps = 3;
 constexpr int kSure = kDecayWarps;  // chunks that a first pass takes in, if there are so many
+constexpr int kItems = 4;           // of a queue, that a block's feeder may be ahead
+
+// How blocks come by what they work on: every block has the same number of sequences of heads, or
+// one piece of one, or takes a packed one from a queue whenever it has done with another.
+enum Dealing { kInSteps, kInPieces, kByQueue };
 
 // States of pieces lie as the warpgroups hold them: see Places.
 struct PieceArgs {
-  float* states;       // (pieces, N, H, K * V of the kernel): after each from zero, then before it
-  float* decays;       // (pieces, N, H)
-  unsigned* arrivals;  // (N, H, 4), zeros: see Piece
-  long long piece_size;  // tokens, whole chunks
+  float* states;  // (pieces, N, H, K * V of the kernel): after each from zero, then before it
+  float* decays;  // (pieces, N, H)
+  unsigned long long* progress;  // (N, H, pieces): see Piece
+  unsigned* taken;               // one, 0: of those who took from a queue
+  long long piece_size;          // tokens, whole chunks
   int pieces;
-  int K, V;       // as given; the kernel's own are rounded up to tiles
-  unsigned zero;  // 0, which the compiler must not know: see after
+  int K, V;                 // as given; the kernel's own are rounded up to tiles
+  unsigned zero;            // 0, which the compiler must not know: see after
+  unsigned long long call;  // of 56 bits, this one and no other
 };
 
 template <int K, int V>
@@ -35,6 +42,11 @@ struct Shape {
   static constexpr int kConsumers = 4 * (kStateGroups + 1);  // warps, of one chunk
 };
 
+// A sequence of a head, from a queue; n is -1 behind the last one.
+struct Item {
+  int n, h, start, stop;
+};
+
 // Everything in shared memory, from a multiple of 1024 bytes on. Sizes are in 16-bit numbers.
 template <class S, int kStages>
 struct Shared {
@@ -50,6 +62,9 @@ struct Shared {
   // them, and when each is known.
   Barrier counted, judged;
   int needed, again;
+  unsigned marks, padding;
+  Barrier dealt[kItems], taken[kItems];
+  Item items[kItems];
 };
 
 // The first of two turns that began together, by the second where they are the same.
@@ -59,27 +74,18 @@ __device__ __forceinline__ Turn<m> same_turn(const Turn<m>& first, const Turn<n>
   return first;
 }
 
-// The items of one block, one after the other: sequences of heads, or one piece of one. Packed
-// sequences are dealt out by their lengths, in runs of about as many tokens for every block.
+// The items of one block, one after the other: sequences of heads, or one piece of one.
 struct Walk {
   const CallArgs& a;
   const PieceArgs& cut;
-  int item, step, items;
+  int item;
   int n = 0, b = 0, h = 0, piece = 0, start = 0, stop = 0, end = 0, chunks = 0;
 
   __device__ __forceinline__ Walk(const CallArgs& call, const PieceArgs& pieces)
-      : a(call), cut(pieces), item(blockIdx.x), step(gridDim.x) {
-    items = static_cast<int>(a.N * a.H) * cut.pieces;
-    if (a.cu_seqlens && cut.pieces == 1) {
-      const long long all = weight(a, static_cast<int>(a.N)) * a.H;
-      item = first_from(a, all * blockIdx.x / gridDim.x);
-      if (blockIdx.x + 1 < gridDim.x) items = first_from(a, all * (blockIdx.x + 1) / gridDim.x);
-      step = 1;
-    }
-  }
+      : a(call), cut(pieces), item(blockIdx.x) {}
 
   __device__ __forceinline__ bool next() {
-    if (item >= items) return false;
+    if (item >= static_cast<int>(a.N * a.H) * cut.pieces) return false;
     const int H = static_cast<int>(a.H), nh = item / cut.pieces;
     piece = item % cut.pieces;
     n = nh / H;
@@ -90,31 +96,21 @@ struct Walk {
     start = static_cast<int>(min(seq.start + piece * cut.piece_size, seq.stop));
     stop = static_cast<int>(min(start + cut.piece_size, seq.stop));
     chunks = (stop - start + kChunk - 1) / kChunk;
-    item += step;
+    item += gridDim.x;
     return true;
+  }
+  __device__ __forceinline__ void begin(const Item& item) {
+    n = item.n;
+    h = item.h;
+    start = item.start;
+    stop = end = item.stop;
+    chunks = (stop - start + kChunk - 1) / kChunk;
   }
   __device__ __forceinline__ long long head() const { return n * a.H + h; }
   __device__ __forceinline__ bool last_piece() const { return piece == cut.pieces - 1; }
   // The first token of the chunk that is worked on in turn c.
   __device__ __forceinline__ int token(int c, bool backwards) const {
     return start + (backwards ? chunks - 1 - c : c) * kChunk;
-  }
-
- private:
-  // Tokens before sequence n, and a chunk for what each sequence costs besides.
-  static __device__ __forceinline__ long long weight(const CallArgs& a, int n) {
-    return offset(a, n) + static_cast<long long>(kChunk) * n;
-  }
-  // The first item with at least so much weight before it.
-  static __device__ __forceinline__ int first_from(const CallArgs& a, long long before) {
-    int low = 0, high = static_cast<int>(a.N);
-    while (low + 1 < high) {
-      const int middle = low + (high - low) / 2;
-      (weight(a, middle) * a.H <= before ? low : high) = middle;
-    }
-    const long long own = max(weight(a, low + 1) - weight(a, low), 1ll);
-    const long long rest = before - weight(a, low) * a.H, heads = (rest + own - 1) / own;
-    return low * static_cast<int>(a.H) + static_cast<int>(max(0ll, min(heads, a.H)));
   }
 };
 
@@ -220,9 +216,10 @@ __device__ __forceinline__ int make_decays(Shared<S, kStages>& shared, const Wal
         if (at >= kStages) shared.decays_free[before % S::kDecays].wait(before / S::kDecays % 2);
       shared.loaded[stage].wait(at / kStages % 2);
 #pragma unroll 1
-      for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
-#pragma unroll 1
-        for (int e = left * 64 + lane; e < kTile; e += 32) keys[i * kTile + e] = 0;
+      for (int e = left * 8 + lane; e < kTile / 8; e += 32)
+#pragma unroll
+        for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
+          reinterpret_cast<uint4*>(keys + i * kTile)[e] = {0, 0, 0, 0};
       fence_shared();
     }
     __syncwarp();
@@ -234,14 +231,4 @@ __device__ __forceinline__ int make_decays(Shared<S, kStages>& shared, const Wal
   cp_async_wait<0>();  // slots come up again sooner than was thought
   shared.counted.wait(0);
   return shared.needed;
-}
-
-// Clears outputs of tokens of no sequence, after the last one, by one warp.
-__device__ __forceinline__ void clear_rest(const Walk& w, int lane) {
-  unsigned short* const y =
-      static_cast<unsigned short*>(w.a.y) + w.b * w.a.y_stride[0] + w.h * w.a.y_stride[2];
-#pragma unroll 1
-  for (int t = w.end; t < w.a.T; t++)
-#pragma unroll 1
-    for (int col = lane; col < w.cut.V; col += 32) y[t * w.a.y_stride[1] + col] = 0;
 }

@@ -14,9 +14,10 @@
 // their states, for the outputs (pieces_sm90.cuh). What the first pass read last, the second finds
 // in the L2 cache. All blocks must run at once.
 #include "pieces_sm90.cuh"
+#include "queue_sm90.cuh"
 
 // grid: any number of blocks, or as many as there are pieces. block: 512 threads.
-template <int K, int V, int kStages, bool kPieces>
+template <int K, int V, int kStages, Dealing kDealing>
 __global__ void __launch_bounds__(4 * kGroup, 1)
     linear(const CallArgs a, const PieceArgs pieces, const __grid_constant__ TensorMap q_map,
            const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -27,7 +28,13 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       *reinterpret_cast<Shared<S, kStages>*>(raw + (1024 - shared_address(raw) % 1024) % 1024);
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % 32;
   const unsigned warp = threadIdx.x / 32 % 4;
+  constexpr bool kPieces = kDealing == kInPieces;
   constexpr int kAttempts = kPieces ? 2 : 1;
+  Turn<kItems> dealt;
+  const auto next = [&](Walk& w) {
+    if constexpr (kDealing == kByQueue) return take(shared, w, dealt, lane);
+    return w.next();
+  };
   const auto last = [](const Walk& w) { return !kPieces || w.last_piece(); };
   const auto twice = [&](const Walk& w) { return !last(w); };
   // Whether the first attempt at a piece was enough, once that is known.
@@ -36,7 +43,8 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     shared.judged.wait(0);
     return !shared.again;
   };
-  if (group == 0 && warp > 0) {  // all wait for the first gates, so they go ahead of other loads
+  if (kDealing != kByQueue && group == 0 &&
+      warp > 0) {  // all wait for the first gates, so they go ahead of other loads
     Walk w(a, pieces);
     if (w.next()) begin_decays(shared.gates, w, 0, warp - 1, twice(w), lane);
   }
@@ -53,6 +61,10 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       shared.state_made[i].init(4 * S::kStateGroups);
       shared.state_free[i].init(4);
     }
+    for (int i = 0; i < kItems; i++) {
+      shared.dealt[i].init(1);
+      shared.taken[i].init(S::kThreads / 32 - 1);
+    }
     shared.counted.init(1);
     shared.judged.init(1);
     shared.again = 0;
@@ -63,7 +75,9 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
   if (group == 0) {
     set_registers<128, S::kFeedRegisters>();
     Walk w(a, pieces);
-    if (warp == 0) {
+    if (kDealing == kByQueue && warp == 0) {
+      feed_from_queue(shared, w, pieces.taken, q_map, k_map, v_map, lane);
+    } else if (warp == 0) {
       Turn<kStages> stage;
       const auto copy = [&](int c, int stop, bool backwards) {
         load(shared, w, c, stop, stage, q_map, k_map, v_map, backwards);
@@ -72,14 +86,10 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
           int sure = 0, needed = w.chunks;
-          if (twice(w) && attempt == 0) {
-            sure = min(kSure, w.chunks);
+          if (kPieces && attempt == 0) {
+            if (twice(w)) sure = min(kSure, w.chunks);
             if (lane == 0) copy(0, sure, true);
-            needed = count_needed(w, lane);
-            if (lane == 0) {
-              shared.needed = needed;
-              shared.counted.arrive();
-            }
+            needed = begin_piece(shared, w, lane);
           }
           if (lane == 0) {
             if (twice(w)) copy(sure, needed, true);
@@ -88,12 +98,13 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
           __syncwarp();
           if (all_well(attempt)) break;
         }
-        if (a.cu_seqlens && w.n == a.N - 1 && last(w)) clear_rest(w, lane);
+        if (a.cu_seqlens && w.n == a.N - 1 && last(w))
+          clear_rest(a, pieces.V, w.end, w.h, 1, 0, 1, lane);
       }
     } else {
       unsigned done = 0;
-      bool begun = true;
-      for (bool more = w.next(); more; more = !kPieces && w.next()) {
+      bool begun = kDealing != kByQueue;
+      for (bool more = next(w); more; more = !kPieces && next(w)) {
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
 #pragma unroll 1
@@ -114,36 +125,35 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     State<K, V, kStages> state(shared, group - 1, warp, lane, pieces.zero);
     const Places<K, V> places{state.row0 + lane / 4, lane % 4 * 2, thread};
     Walk w(a, pieces);
-    for (bool more = w.next(); more; more = !kPieces && w.next()) {
+    for (bool more = next(w); more; more = !kPieces && next(w)) {
       const long long user_state = w.head() * (static_cast<long long>(pieces.K) * pieces.V);
       if constexpr (kPieces) {
-        const Piece<K, V, kStages, kThreads> piece{a, pieces, w, places, thread};
+        const Piece<K, V, kStages, kThreads> piece{a, pieces, w, places, shared, thread};
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
-          int needed = w.chunks;
-          float bound = 0;  // of a state that may be forgotten
+          const auto needed = [&] { return attempt > 0 ? w.chunks : shared.needed; };
+          float bound = 0;  // of a state that may be forgotten; below 0, of none
           if (twice(w)) {
-            if (attempt == 0) {
-              shared.counted.wait(0);
-              needed = shared.needed;
-            }
+            int chunks = attempt > 0 ? w.chunks : min(kSure, w.chunks);
 #pragma unroll
             for (int i = 0; i < V / 2; i++) state.s[i] = 0;
-            const float whole = state.template pass<true>(needed);
+            const float whole = state.template pass<true>(chunks);
             bound = fminf(kNegligible * state.largest() / fmaxf(fabsf(whole), kLeast), kLargest);
-            piece.leave(state.s, whole, needed == w.chunks);
+            piece.leave(state.s, whole, chunks == w.chunks);
           }
-          const bool doubted = piece.wait_for_all(attempt) && attempt == 0;
-          if (!doubted && attempt == 0 && thread == 0) shared.judged.arrive();
-          piece.read(state.s, attempt);
-          bool doubtful = false;
+          shared.counted.wait(0);
+          piece.arrive(attempt == 0 ? kLeft : kLeftAgain, needed() < w.chunks, kCut);
+          const auto cut = piece.wait(attempt == 0 ? kLeft : kLeftAgain);
+          if (attempt > 0 || !cut.any(kCut)) bound = -1;
+          if (attempt == 0 && bound < 0 && thread == 0) shared.judged.arrive();
+          piece.read(state.s, attempt, attempt == 0 && cut.all(kCut));
 #pragma unroll 1
           for (int part = 0; part < 2; part++) {
-            if (part > 0 && needed < w.chunks) doubtful = !(state.sum() <= bound);
-            state.template pass<false>(part > 0 ? needed : w.chunks - needed);
+            if (part > 0 && bound >= 0) piece.doubt(needed() < w.chunks && !(state.sum() <= bound));
+            state.pass_forwards(part > 0 ? needed() : w.chunks - needed());
           }
-          if (doubted) {
-            const bool again = piece.judge(doubtful, shared.again);
+          if (bound >= 0) {
+            const bool again = piece.wait(kJudged).any(kAgain);
             if (thread == 0) {
               shared.again = again;
               shared.judged.arrive();
@@ -156,7 +166,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
             a.initial_state ? static_cast<const float*>(a.initial_state) + user_state : nullptr;
         places.each(state.s, pieces,
                     [=](float& x, int at, bool real) { x = from && real ? from[at] : 0.f; });
-        state.template pass<false>(w.chunks);
+        state.pass_forwards(w.chunks);
       }
       if (a.state && last(w)) {
         float* const to = static_cast<float*>(a.state) + user_state;
@@ -175,7 +185,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     Turn<S::kDecays> tables;
     Turn<S::kStates> state;
     Turn<S::kOutGroups> group_at;
-    for (bool more = w.next(); more; more = !kPieces && w.next()) {
+    for (bool more = next(w); more; more = !kPieces && next(w)) {
 #pragma unroll 1
       for (int attempt = 0; attempt < kAttempts; attempt++) {
         if (twice(w)) {  // this group has no part in the first pass, and waits for its end
@@ -271,14 +281,9 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
             }
           } else {  // rows of the next sequence follow
             unsigned short* const y = static_cast<unsigned short*>(a.y) +
-                                      afresh(w.b) * a.y_stride[0] + afresh(w.h) * a.y_stride[2];
-#pragma unroll 1
-            for (int e = threadIdx.x % kGroup; e < kChunk * V; e += kGroup) {
-              const int row = e / V, col = e % V;
-              if (t + row < w.stop && col < pieces.V)
-                y[static_cast<long long>(t + row) * a.y_stride[1] + col] =
-                    out[col / 64 * kTile + swizzled(row, col % 64 / 8) + col % 8];
-            }
+                                      afresh(w.b) * a.y_stride[0] + afresh(w.h) * a.y_stride[2] +
+                                      afresh(t) * a.y_stride[1];
+            store_rows<V>(y, a.y_stride[1], w.stop - t, pieces.V, out, threadIdx.x % kGroup);
           }
         }
         if (kPieces && warp == 0 && lane == 0) wait_stores();

@@ -12,8 +12,10 @@ constexpr float kForgotten = -24;               // logarithm to base 2 of a deca
 constexpr float kNegligible = 1.f / (1 << 16);  // beside a state, for outputs of 8 bits
 constexpr float kLeast = 1.1754944e-38f;        // normal number
 constexpr int kMostLookBack = 32;               // chunks
-constexpr int kCounters = 4;  // of a head: states there, put together at each attempt, judged
-constexpr unsigned kMark = 1 << 16, kCount = kMark - 1;  // of counters: blocks, and marks by them
+
+// How far a block is with its piece, and what others should know of it.
+enum Stage { kLeft = 1, kTogether, kJudged, kLeftAgain, kTogetherAgain };
+enum Mark { kCut = 8, kAgain = 16 };  // left out chunks; found that these matter
 
 // Counts the chunks that a first pass takes in, from the gates, by one warp.
 __device__ __forceinline__ int count_needed(const Walk& w, int lane) {
@@ -48,7 +50,29 @@ __device__ __forceinline__ int count_needed(const Walk& w, int lane) {
   return w.chunks;
 }
 
-// Of one piece, kThreads together.
+// Of all pieces of a sequence but the last one, which leaves nothing.
+struct Marks {
+  bool any_cut, all_cut, any_again;
+  __device__ __forceinline__ bool any(Mark mark) const {
+    return mark == kCut ? any_cut : any_again;
+  }
+  __device__ __forceinline__ bool all(Mark) const { return all_cut; }
+};
+
+// Finds out what a first pass takes in, by one warp.
+template <class S, int kStages>
+__device__ __forceinline__ int begin_piece(Shared<S, kStages>& shared, const Walk& w, int lane) {
+  const int needed = w.last_piece() ? w.chunks : count_needed(w, lane);
+  if (lane > 0) return needed;
+  shared.marks = 0;
+  shared.needed = needed;
+  shared.counted.arrive();
+  return needed;
+}
+
+// Of one piece, kThreads together. Each block has a word of its own that tells how far it is:
+// memory that need not have been cleared, as a word counts only with the number of this call. A
+// graph, which repeats a call, clears them before.
 template <int K, int V, int kStages, int kThreads>
 struct Piece {
   static constexpr int kBarrier = 3;
@@ -57,26 +81,52 @@ struct Piece {
   const PieceArgs& cut;
   const Walk& w;
   const Places<K, V>& places;
+  Shared<Shape<K, V>, kStages>& shared;
   int thread;
 
-  // Leaves the state of the first pass, for other blocks.
+  // Writes the state of the first pass, for other blocks.
   __device__ __forceinline__ void leave(const float (&s)[V / 2], float decay, bool all) const {
     places.write(s, states() + w.piece * heads() * kSize);
-    if (thread == 0) __stcg(decays() + w.piece * heads(), all ? decay + 0.f : -0.f);
-    arrive(0, !all);
-  }
-  // Until all pieces have done so; whether one has left out chunks, in this attempt or the first.
-  __device__ __forceinline__ bool wait_for_all(int attempt) const {
-    return wait(0, (attempt + 1) * (cut.pieces - 1));
+    if (thread == 0) __stcg(decays() + w.piece * heads(), all ? decay : 0.f);
   }
 
-  // The state before the piece.
-  __device__ __forceinline__ void read(float (&s)[V / 2], int attempt) const {
+  // Tells that this block has come so far, once all threads have written what others will read.
+  __device__ __forceinline__ void arrive(Stage stage, bool marked, Mark mark) const {
+    sync_threads<kThreads>(kBarrier);
+    if (thread > 0) return;
+    if (marked || (stage == kJudged && shared.again)) shared.marks |= mark;
+    __threadfence();
+    volatile unsigned long long* const own = progress() + w.piece;
+    *own = cut.call << 8 | shared.marks | stage;
+  }
+  // Until all blocks of the head have come so far, by every warp.
+  __device__ __forceinline__ Marks wait(Stage stage) const {
+    const volatile unsigned long long* const all = progress();
+    unsigned either = 0, both = ~0u;
+    for (int p = thread % 32; p < cut.pieces; p += 32) {
+      unsigned long long x = all[p];
+      while (x >> 8 != cut.call || (x & 7) < stage) {
+        __nanosleep(20);
+        x = all[p];
+      }
+      if (p == cut.pieces - 1) continue;
+      either |= static_cast<unsigned>(x);
+      both &= static_cast<unsigned>(x);
+    }
+    __threadfence();
+    return {__any_sync(0xffffffffu, either & kCut) != 0, __all_sync(0xffffffffu, both & kCut) != 0,
+            __any_sync(0xffffffffu, either & kAgain) != 0};
+  }
+
+  // The state before the piece; `forgotten`: every piece has left out chunks, so that states before
+  // those do not matter.
+  __device__ __forceinline__ void read(float (&s)[V / 2], int attempt, bool forgotten) const {
     int from = w.piece - 1;
-    if (!all_cut_short()) {
+    if (!forgotten) {
+      const Stage stage = attempt == 0 ? kTogether : kTogetherAgain;
       put_together();
-      arrive(1 + attempt, false);
-      wait(1 + attempt, cut.pieces);
+      arrive(stage, false, kCut);
+      wait(stage);
       from = w.piece;
     }
     if (from < 0)
@@ -85,12 +135,10 @@ struct Piece {
       places.read(s, states() + from * heads() * kSize);
   }
 
-  // Whether what the first pass has left out is too much, by any block of the head.
-  __device__ __forceinline__ bool judge(bool doubtful, int& again) const {
-    if (doubtful) again = 1;
-    sync_threads<kThreads>(kBarrier);
-    arrive(3, again);
-    return wait(3, cut.pieces);
+  // Tells whether what the first pass has left out is too much.
+  __device__ __forceinline__ void doubt(bool doubtful) const {
+    if (doubtful) shared.again = 1;
+    arrive(kJudged, false, kAgain);
   }
 
  private:
@@ -99,39 +147,8 @@ struct Piece {
     return reinterpret_cast<float4*>(cut.states) + w.head() * kSize;
   }
   __device__ __forceinline__ float* decays() const { return cut.decays + w.head(); }
-  __device__ __forceinline__ unsigned* counter(int i) const {
-    return cut.arrivals + kCounters * w.head() + i;
-  }
-
-  // Counts this block in, once all threads have written what others will read.
-  __device__ __forceinline__ void arrive(int i, bool mark) const {
-    sync_threads<kThreads>(kBarrier);
-    if (thread > 0) return;
-    __threadfence();
-    atomicAdd(counter(i), mark ? 1 + kMark : 1);
-  }
-  // Until so many blocks have been counted in; whether one has left a mark.
-  __device__ __forceinline__ bool wait(int i, unsigned blocks) const {
-    const volatile unsigned* const count = counter(i);
-    if (thread == 0) {
-      while ((*count & kCount) < blocks) __nanosleep(20);
-      __threadfence();
-    }
-    sync_threads<kThreads>(kBarrier);
-    return *count >= kMark;
-  }
-
-  // Whether a piece has left out chunks, by its decay: a zero that no product of gates plus 0 is.
-  static __device__ __forceinline__ bool cut_short(float decay) {
-    return __float_as_uint(decay) == 1u << 31;
-  }
-
-  // Whether every piece has left out chunks, so that states before those do not matter.
-  __device__ __forceinline__ bool all_cut_short() const {
-    bool all = true;
-    for (int p = thread % 32; p < cut.pieces - 1; p += 32)
-      all &= cut_short(__ldcg(decays() + p * heads()));
-    return __all_sync(0xffffffffu, all);
+  __device__ __forceinline__ unsigned long long* progress() const {
+    return cut.progress + w.head() * cut.pieces;
   }
 
   __device__ __forceinline__ void read_given(float (&s)[V / 2]) const {

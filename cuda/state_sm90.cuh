@@ -26,9 +26,10 @@ struct State {
         own(S::kQuery + group * kTile + swizzled(l / 16 * 8 + l % 8, w * 2 + l / 8 % 2)),
         zero(z) {}
 
-  // Takes in the chunks of an item; backwards, returns the decay of all of them.
+  // Takes in the chunks of an item; backwards, as many as are needed, which is known once kSure
+  // have been taken in, and returns the decay of all of them.
   template <bool kBackwards>
-  __device__ __forceinline__ float pass(int chunks) {
+  __device__ __forceinline__ float pass(int& chunks) {
     float whole = 1;                            // decay of the chunks so far
     float all = 1;                              // of the chunk at hand
     unsigned kt[kBlocks][4], next[kBlocks][4];  // its keys, weighed, and those of the one after
@@ -44,6 +45,10 @@ struct State {
       wgmma_commit();
       Turn<kStages> ahead = stage;
       ahead.next();
+      if (kBackwards && c + 1 == kSure) {
+        shared.counted.wait(0);
+        chunks = max(chunks, shared.needed);
+      }
       if (c + 1 < chunks) prepare<kBackwards>(next, all, whole, ahead);
       wgmma_wait<0>();
       settle(s);
@@ -58,6 +63,7 @@ struct State {
     }
     return whole;
   }
+  __device__ __forceinline__ void pass_forwards(int chunks) { pass<false>(chunks); }
 
   // Of what this thread holds: the largest number, if finite, and the sum of all, without signs.
   __device__ __forceinline__ float largest() const {

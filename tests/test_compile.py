@@ -90,6 +90,7 @@ def instantiations(
         chosen = plan.choose(*sizes, copied=copied, precision=precision, **limits)
         if chosen.kernel == "linear_sm90":
             tiles = [replace(chosen.tile, pieces=pieces) for pieces in (1, 2)]
+            tiles.append(replace(chosen.tile, pieces=1, queued=True))
             expressions = [linear_sm90.expression(tile) for tile in tiles]
         elif chosen.kernel == "linear":
             expressions = [linear.expression(K, V, chosen.tile, output) for output in (True, False)]

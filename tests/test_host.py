@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 
 import numpy as np
@@ -57,6 +58,7 @@ FAULTS = simt.Kernels(
         *(f"sum_blocks<{a}>" for a in ("true", "false")),
         *(f"broken<{f}>" for f in ("kRight", *BROKEN)),
         "leave_early",
+        *(f"meet<{f}>" for f in ("true", "false")),
     ],
 )
 TWINS = simt.Kernels(
@@ -204,6 +206,17 @@ def test_arguments_must_fit_the_parameters(x):
         FAULTS.launch("leave_early", 1, 32, 128, [x, x, np.int64(3)])
     with pytest.raises(TypeError, match="must be NumPy scalars or arrays; got int"):
         FAULTS.launch("leave_early", 1, 32, 128, [x, x, 3])
+
+
+@pytest.mark.parametrize("order", simt.ORDERS)
+def test_blocks_that_wait_for_each_other(order):
+    words = np.ndarray(3, np.int32, mmap.mmap(-1, 12))
+    FAULTS.launch("meet<false>", 3, 32, 0, [words], order=order, together=True)
+    assert words.tolist() == [1, 2, 3]
+    with pytest.raises(simt.Fault, match=r"block \(1, 0, 0\).*barriers are numbered 0 to 15"):
+        FAULTS.launch("meet<true>", 3, 32, 0, [words], order=order, together=True)
+    with pytest.raises(simt.Fault, match="livelock"):
+        FAULTS.launch("meet<false>", 3, 32, 0, [np.zeros(3, np.int32)], order=order)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("float", "f4"), ("double", "f8"), ("int", "i4")])

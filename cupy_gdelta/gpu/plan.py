@@ -119,7 +119,7 @@ def choose(
     ``packed`` whether the sequences may differ in length.
     """
     if rule == "linear" and dtype == "bfloat16" and copied:
-        wide = warpgroups.best_tile(T, items, K, V, multiprocessors, shared_limit)
+        wide = warpgroups.best_tile(T, items, K, V, multiprocessors, shared_limit, packed)
         if wide is not None:
             return Plan("linear_sm90", "float32", wide, f"chunks on warpgroups, {wide.reason}")
     if rule == "linear" and dtype == "bfloat16":

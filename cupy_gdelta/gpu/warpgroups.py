@@ -11,6 +11,7 @@ MAX_DIM = 128
 MAX_ITEMS = 2**31 - 2**12  # for which the kernel's 32 bits leave room
 THREADS = 512
 RING_BYTES = 4 * 2 * 12 * CHUNK  # sizeof(GateRing)
+ITEMS, ITEM_BYTES = 4, 16  # of the queue
 TILE_BYTES = 2 * CHUNK * 64
 
 
@@ -22,10 +23,15 @@ class WarpgroupTile:
     stages: int
     pieces: int
     piece_size: int
+    queued: bool = False  # sequences are dealt out longest first
+
+    @property
+    def dealing(self) -> str:
+        return "kByQueue" if self.queued else "kInPieces" if self.pieces > 1 else "kInSteps"
 
     @property
     def reason(self) -> str:
-        return in_pieces(self.pieces)
+        return in_pieces(self.pieces) + (", longest first" if self.queued else "")
 
     @property
     def shared_bytes(self) -> int:
@@ -34,14 +40,21 @@ class WarpgroupTile:
         across = self.dim // 64
         decays, states, outs = (3, 1, 1) if large else (6, 2, 2)
         tiles = self.stages * 3 * across + states * across**2 + outs * across
-        barriers = 2 * (self.stages + decays + states + 1)
-        size = tiles * TILE_BYTES + decays * DECAY_BYTES + RING_BYTES + 8 * barriers + 2 * 4
+        barriers = 2 * (self.stages + decays + states + 1 + ITEMS)
+        size = tiles * TILE_BYTES + decays * DECAY_BYTES + RING_BYTES
+        size += 8 * barriers + 16 + ITEMS * ITEM_BYTES
         return 1024 + -(-size // 16) * 16
 
 
 @functools.lru_cache(maxsize=4096)
 def best_tile(
-    T: int, items: int, K: int, V: int, multiprocessors: int, shared_limit: int
+    T: int,
+    items: int,
+    K: int,
+    V: int,
+    multiprocessors: int,
+    shared_limit: int,
+    packed: bool = False,
 ) -> WarpgroupTile | None:
     """The deepest tile that fits; None where none does, or tokens are too few for it.
 
@@ -53,8 +66,9 @@ def best_tile(
     chunks = -(-T // CHUNK)
     pieces = max(1, min(multiprocessors // max(items, 1), chunks // PIECE_CHUNKS))
     size = -(-chunks // pieces) * CHUNK
+    pieces = -(-chunks * CHUNK // size)  # the last ones may have nothing left
     for stages in (4, 3, 2):
-        tile = WarpgroupTile(dim, stages, pieces, size)
+        tile = WarpgroupTile(dim, stages, pieces, size, packed and pieces == 1)
         if tile.shared_bytes <= shared_limit:
             return tile
     return None

@@ -181,3 +181,13 @@ __global__ void leave_early(const float* x, float* y, int n) {
   for (int j = 16; j; j /= 2) sum += __shfl_down_sync(0xffffffffu, sum, j);
   y[i] = sum;
 }
+
+// Blocks that wait for each other: block b for the word of the next one. kFaulty: one breaks a
+// rule.
+template <bool kFaulty>
+__global__ void meet(volatile int* words) {
+  const int next = (blockIdx.x + 1) % gridDim.x;
+  if (kFaulty && blockIdx.x == 1) bar_sync(99, 32);
+  if (threadIdx.x == 0) words[blockIdx.x] = 1 + blockIdx.x;
+  while (words[next] != 1 + next) __nanosleep(20);
+}

@@ -43,8 +43,9 @@ struct Region {  // global memory a kernel may touch
 struct Launch {  // mirrored in simt.py
   unsigned grid[3], block[3];
   uint64_t shared_bytes;
-  unsigned order;  // 0 ascending, 1 descending, otherwise a seed
-  unsigned check;  // 0 nothing, else bits of Check
+  unsigned order;              // 0 ascending, 1 descending, otherwise a seed
+  unsigned check;              // 0 nothing, else bits of Check
+  unsigned together, padding;  // whether all blocks run at once
   uint64_t region_count;
   const Region* regions;
 };

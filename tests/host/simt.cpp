@@ -1,7 +1,11 @@
 // Runs a grid on one CPU thread: a fibre per CUDA thread, block after block. A fibre runs until it
 // waits for others; which one runs next is the order asked for.
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -39,11 +43,13 @@ struct State {
   void (*body)(void*) = nullptr;
   void* context = nullptr;
   unsigned order = 0, random = 0;
-  bool failed = false, paused = false;
+  bool failed = false, paused = false, together = false;
   std::string message;
 };
 State& s = *new State;
-constexpr size_t kGuard = 4096;  // NaN before and behind the dynamic shared memory
+constexpr unsigned kNap = 100;    // microseconds
+constexpr time_t kPatience = 20;  // seconds
+constexpr size_t kGuard = 4096;   // NaN before and behind the dynamic shared memory
 
 unsigned random_below(unsigned n) {
   s.random = s.random * 1664525u + 1013904223u;
@@ -259,7 +265,8 @@ void run_block() {
   }
   for (Barrier& b : s.barriers) b = Barrier();
   s.paused = false;
-  unsigned idle = 0;  // steps in a row in which some thread only paused
+  unsigned idle = 0, naps = 0;  // steps in a row in which some thread only paused
+  time_t begin = 0;
   for (unsigned index = 0, tried;;) {
     if (s.order > 1)
       index = random_below(count);
@@ -275,7 +282,16 @@ void run_block() {
     s.paused = false;
     step(index);
     idle = s.paused ? idle + 1 : 0;
-    if (idle > 10000) fail("livelock: threads only sleep (__nanosleep)");
+    if (idle == 10000 && s.together) {  // another block may be what they wait for
+      if (naps++ == 0) begin = time(nullptr);
+      if (time(nullptr) - begin < kPatience) {
+        usleep(kNap);
+        idle = 9900;
+      }
+    } else if (idle == 0) {
+      naps = 0;
+    }
+    if (idle >= 10000) fail("livelock: threads only sleep (__nanosleep)");
     if (s.paused) index = (index + (s.order == 1 ? count - 1 : 1)) % count;
   }
 }
@@ -384,11 +400,63 @@ struct Stacks {
   }
 };
 
+void run_block(dim3 grid, unsigned index) {
+  blockIdx = {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
+  std::fill(s.shared.begin(), s.shared.end(), char(0xff));  // NaN of every type
+  if (check::on) check::begin_block(index);
+  run_block();
+  check_guard();
+}
+
+// Begins a process that runs one block and leaves a message where it fails.
+pid_t begin_block(dim3 grid, unsigned index, char* message, size_t bytes) {
+  const pid_t child = fork();
+  if (child != 0) return child;
+  try {
+    run_block(grid, index);
+  } catch (const std::exception& e) {
+    strncpy(message, e.what(), bytes - 1);
+    _exit(1);
+  }
+  _exit(0);
+}
+
+// Runs each block in a process of its own, until one fails.
+void run_together(dim3 grid) {
+  constexpr size_t kBytes = 4096;
+  void* const page =
+      mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (page == MAP_FAILED) throw std::runtime_error("no memory");
+  char* const message = static_cast<char*>(page);
+  std::vector<pid_t> children;
+  for (unsigned index : block_order(grid.x * grid.y * grid.z))
+    children.push_back(begin_block(grid, index, message, kBytes));
+  bool failed = false;
+  while (!children.empty()) {
+    for (size_t i = 0; i < children.size();) {
+      int status = 0;
+      if (children[i] > 0 && waitpid(children[i], &status, WNOHANG) == 0) {
+        i++;
+        continue;
+      }
+      failed |= children[i] < 0 || status != 0;
+      children.erase(children.begin() + i);
+    }
+    if (failed)
+      for (pid_t child : children)
+        if (child > 0) kill(child, SIGKILL);
+    usleep(kNap);
+  }
+  const std::string text = message;
+  munmap(page, kBytes);
+  if (failed) throw std::runtime_error(text.empty() ? "a block's process came to an end" : text);
+}
+
 int launch(const Launch& l, void (*body)(void*), void* context) {
   const dim3 grid(l.grid[0], l.grid[1], l.grid[2]), block(l.block[0], l.block[1], l.block[2]);
   const unsigned threads = block.x * block.y * block.z;
   s.body = body, s.context = context, s.order = s.random = l.order;
-  s.failed = false, current = nullptr;
+  s.failed = false, s.together = l.together, current = nullptr;
   gridDim = grid, blockDim = block;
   const Stacks stacks(threads);
   if (!s.stacks) return s.message = "no memory", 1;
@@ -407,13 +475,10 @@ int launch(const Launch& l, void (*body)(void*), void* context) {
   try {
     const Signals signals;
     check::begin_launch(l, threads, s.stacks, s.shared_begin);
-    for (unsigned index : block_order(grid.x * grid.y * grid.z)) {
-      blockIdx = {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
-      std::fill(s.shared.begin(), s.shared.end(), char(0xff));  // NaN of every type
-      if (check::on) check::begin_block(index);
-      run_block();
-      check_guard();
-    }
+    if (l.together)
+      run_together(grid);
+    else
+      for (unsigned index : block_order(grid.x * grid.y * grid.z)) run_block(grid, index);
   } catch (const std::exception& e) {
     s.message = e.what();
     current = nullptr;

@@ -70,6 +70,8 @@ class _Launch(ct.Structure):
         ("shared_bytes", ct.c_uint64),
         ("order", ct.c_uint),
         ("check", ct.c_uint),
+        ("together", ct.c_uint),
+        ("padding", ct.c_uint),
         ("region_count", ct.c_uint64),
         ("regions", ct.POINTER(_Region)),
     ]
@@ -105,6 +107,7 @@ class Kernels:
         *,
         order: int = 0,
         check: bool = False,
+        together: bool = False,
         reads: Mapping[str, np.ndarray] | None = None,
         writes: Mapping[str, np.ndarray] | None = None,
         uninitialised: bool = True,
@@ -120,6 +123,8 @@ class Kernels:
         order : 0 runs blocks and threads in ascending order, 1 in descending order, any other
             number is the seed of a random order.
         check : follow every access to memory.
+        together : run all blocks at once, in processes of their own: what they write is seen only
+            in memory that processes share. Without ``check``, and without atomics.
         reads, writes : with ``check``, all global memory the kernel may only read, or also write.
             Without either, accesses to global memory are not checked.
         uninitialised : with ``check``, refuse to read shared memory nobody has written.
@@ -139,6 +144,8 @@ class Kernels:
             smem,
             order,
             (1 | uninitialised << 1) if check else 0,
+            together,
+            0,
             len(named),
             regions,
         )
