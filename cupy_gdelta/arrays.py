@@ -269,12 +269,17 @@ def with_rows(x: View) -> View:
 
 def contiguous(x: View) -> View:
     """``x`` on a GPU itself where it is C-contiguous; else a copy."""
+    return x if is_contiguous(x) else _contiguous(x)
+
+
+def is_contiguous(x: View) -> bool:
+    """Whether elements follow each other in the order of C."""
     step = 1
     for n, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
         if n > 1 and stride != step:
-            return _contiguous(x)
+            return False
         step *= n
-    return x
+    return True
 
 
 def _contiguous(x: View) -> View:

@@ -6,8 +6,10 @@ Without a GPU: CuPy arrays over memory of the CPU, and kernels run by the host h
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +53,7 @@ class Device:
     """Runs kernels on the CPU, and counts calls that were checked and prepared."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current, self.prepared, self.launches = 0, 0, []
+        self.current, self.prepared, self.launches, self.functions = 0, 0, [], []
         self.computes = True
         plain = gpu.step.prepare
 
@@ -64,6 +66,7 @@ class Device:
 
         monkeypatch.setattr(gpu.step, "prepare", prepare)
         monkeypatch.setattr(loader, "kernel", self.kernel)
+        monkeypatch.setattr(gpu.step, "_launch", self.launch)
         monkeypatch.setattr(gpu, "_on", lambda x: contextlib.nullcontext())
         monkeypatch.setattr(gpu, "limits", lambda device: (132, 1 << 17))
         monkeypatch.setattr(cupy.cuda, "get_current_stream", Stream)
@@ -80,13 +83,23 @@ class Device:
     def kernel(self, stem: str, expression: str, device: int, shared_bytes: int) -> Any:
         kernels = simt.Kernels(SOURCE, [expression])
 
-        def function(grid, block, args, shared, stream) -> None:
+        def function(grid, threads, shared, struct) -> None:
             assert shared <= shared_bytes
-            self.launches.append(bytes(args[0].tobytes()))
+            self.launches.append(struct)
             if self.computes:
-                kernels.launch(expression, grid, block, shared, [args[0][0]])
+                value = np.frombuffer(struct, np.dtype((np.void, len(struct))))[0]
+                kernels.launch(expression, grid, threads, shared, [value])
 
-        return type("Kernel", (), {"kernel": staticmethod(function)})
+        self.functions.append(function)
+        found = types.SimpleNamespace(ptr=len(self.functions) - 1)
+        return types.SimpleNamespace(kernel=found)
+
+    def launch(self, function, *how) -> None:
+        *sizes, shared, stream, parameters, extra = how
+        assert (stream, extra) == (Stream.ptr, 0)
+        at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
+        struct = ctypes.string_at(at, gpu.step.BYTES)
+        self.functions[function](tuple(sizes[:3]), sizes[3], shared, struct)
 
 
 @pytest.fixture
@@ -298,7 +311,7 @@ def test_a_capture_without_out_goes_the_long_way(device, rng, monkeypatch):
     assert len(gpu._captured) == 1  # y outlives the graph
 
 
-def test_threads_do_not_share_arguments(device, rng):
+def test_threads_do_not_share_arguments(device, rng, monkeypatch):
     """Each launch in flight has a struct of its own."""
     device.computes = False
     p, state = problem(rng), np.zeros((2, 4, 8, 8), np.float32)
@@ -306,13 +319,14 @@ def test_threads_do_not_share_arguments(device, rng):
     (form,) = repeat._known.values()
     inside, seen = threading.Barrier(4), []
 
-    def function(grid, block, args, shared, stream):
+    def launch(*how):
         inside.wait()
-        seen.append((args[0].ctypes.data, args[0].tobytes()[:8]))
+        at = ctypes.cast(how[-2], ctypes.POINTER(ctypes.c_void_p))[0]
+        seen.append((at, ctypes.string_at(at, 8)))
 
-    form.launch._function = function
+    monkeypatch.setattr(gpu.step, "_launch", launch)
     form.launch._spare.clear()
-    threads = [threading.Thread(target=form.launch, args=([i] * 9,)) for i in range(4)]
+    threads = [threading.Thread(target=form.launch, args=([i] * 9, 0)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -401,7 +415,7 @@ def test_torch_is_told_what_a_known_form_wrote(monkeypatch):
     arrays_ = (x, x.clone(), x.clone(), gate, None, None, None, state, None)
     key, at = repeat._torch_form("delta", False, 1.0, False, arrays_)
     launch = lambda pointers, stream: at_launch.append((list(pointers), stream))  # noqa: E731
-    monkeypatch.setattr(repeat, "_known", {key: Form(launch, 0, (2, 4, 8), [])})
+    monkeypatch.setattr(repeat, "_known", {key: Form(launch, 0, (2, 4, 8), True, [])})
     monkeypatch.setattr(repeat, "_torch_stream", lambda device: "its stream")
     monkeypatch.setattr(repeat.runtime, "getDevice", lambda: 0)
     version = state._version

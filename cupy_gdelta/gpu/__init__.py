@@ -150,8 +150,9 @@ def advance(p: StepProblem, y: View) -> Callable | None:
         if isinstance(indices, np.ndarray):
             indices = _upload(indices.tobytes(), p.v.device)
         launch = step.prepare(p, y, indices, multiprocessors)
-        launch(step.pointers(p, y, indices))
-        capturing = p.v.family != "torch" and cupy.cuda.get_current_stream().is_capturing()
+        stream = cupy.cuda.get_current_stream()
+        launch(step.pointers(p, y, indices), stream.ptr)
+        capturing = p.v.family != "torch" and stream.is_capturing()
     if capturing and y is not p.out:
         _captured.append(y)
     return repeat.remember(p, launch) if y is p.out or p.out is None else None

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from ..arrays import View
+from ..arrays import View, is_contiguous
 from ..step_problem import StepProblem
 from .step import Launch
 
@@ -38,6 +38,7 @@ class Form(NamedTuple):
     launch: Launch
     device: int
     y_shape: tuple[int, ...]
+    dense: bool  # whether an array made like v is contiguous
     apart: list[tuple[int, int, int, int]]  # arrays i, j overlap if low < at[i] - at[j] < high
 
 
@@ -65,7 +66,8 @@ def on_torch(rule: str, log_gate: bool, scale: Any, qk_l2norm: Any, arrays: Arra
     y = arrays[_Y]
     if y is None:
         torch = sys.modules["torch"]  # where arrays are made by shape later than like another
-        y = torch.empty_like(arrays[2], memory_format=torch.contiguous_format)
+        how = {} if form.dense else {"memory_format": torch.contiguous_format}
+        y = torch.empty_like(arrays[2], **how)
         at[_Y] = y.data_ptr()
     stream = _torch_stream(form.device)
     if runtime.getDevice() != form.device:
@@ -90,7 +92,7 @@ def remember(p: StepProblem, launch: Launch) -> Callable | None:
         return None
     while len(_known) >= MOST:
         _known.pop(next(iter(_known)), None)
-    _known[key] = Form(launch, p.v.device, p.y_shape, _apart(views))
+    _known[key] = Form(launch, p.v.device, p.y_shape, is_contiguous(p.v), _apart(views))
     return answer
 
 
@@ -165,24 +167,20 @@ _FAMILIES: dict[str, tuple[Callable, Callable]] = {
 
 
 def _run_cupy(form: Form, arrays: Arrays, at: list[int]) -> Any:
-    y = arrays[_Y]
+    y, stream = arrays[_Y], _current_stream().ptr
     if y is None:
-        stream = _current_stream().ptr
         if stream > _LEGACY_STREAM and runtime.streamIsCapturing(stream):
             return None  # y must outlive the graph: the long way keeps it
         y = _empty(form.y_shape, arrays[2].dtype)
         at[_Y] = y.data.ptr
-    form.launch(at)
+    form.launch(at, stream)
     return y
 
 
-def _torch_stream(device: int) -> Any:
-    from . import stream_of
-
+def _torch_stream(device: int) -> int:
     torch = sys.modules["torch"]
     current = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as Triton asks for it
-    handle = current(device) if current else torch.cuda.current_stream(device).cuda_stream
-    return stream_of(handle, device)
+    return current(device) if current else torch.cuda.current_stream(device).cuda_stream
 
 
 def _written(arrays: Arrays) -> None:
