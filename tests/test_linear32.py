@@ -436,7 +436,7 @@ def test_float16_goes_in_chunks():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.T], ids=str)  # a map has rows
 def test_case_on_a_gpu(case, rng):
     x = case.inputs(rng, Family("cupy"))
     y, state = launch_on_gpu(case, x)

@@ -413,6 +413,7 @@ def test_pieces_of_a_graph_wait_for_each_other_at_every_replay(rng):
     import cupy
 
     x = Family("cupy").arrays(accuracy.inputs(rng, B=1, T=8192, H=2, K=128, V=128), "bfloat16")
+    x["initial_state"] = cupy.ones((1, 2, 128, 128), "float32")
     chosen = plan.choose("linear", "bfloat16", 8192, 2, 128, 128, 132, copied=True)
     assert chosen.tile.pieces > 1
     stream = cupy.cuda.Stream(non_blocking=True)
