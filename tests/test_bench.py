@@ -15,7 +15,17 @@ from archives import one_line
 from conftest import python
 
 from cupy_gdelta import accuracy, bench, devices, reference
-from cupy_gdelta.bench import backward, decode, measure, peers, readme, report, shapes, store
+from cupy_gdelta.bench import (
+    backward,
+    decode,
+    first_call,
+    measure,
+    peers,
+    readme,
+    report,
+    shapes,
+    store,
+)
 from cupy_gdelta.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -769,3 +779,23 @@ def test_decode_on_a_gpu(tmp_path, capsys):
         assert ours["error"] <= accuracy.TOLERANCE[r["rule"], "bfloat16"]
         assert ours["graph_us"] is not None
     assert {row["array"] for row in found["host"]} >= {"CuPy"}
+
+
+def test_a_first_call_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "why_no_gpu", lambda: "told so")
+    assert first_call.main([]) == 2
+    line = "cupy_gdelta.bench.first_call needs a CUDA device: told so\n"
+    assert capsys.readouterr().err == line
+
+
+def test_first_calls_of_no_shape(capsys):
+    assert first_call.main(["--shape", "1,2,3"]) == 2
+    assert capsys.readouterr().err.startswith("cupy_gdelta.bench.first_call: --shape must be ")
+
+
+@pytest.mark.gpu
+def test_first_calls_in_processes_of_their_own(capsys):
+    assert first_call.main(["--rule", "delta", "--shape", "1,5,1,4,4,float32"]) == 0
+    rule, shape, empty, filled = capsys.readouterr().out.splitlines()[1].split()
+    assert (rule, shape) == ("delta", "1,5,1,4,4,float32")
+    assert 0 < float(filled) < float(empty)
