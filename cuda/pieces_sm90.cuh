@@ -161,7 +161,7 @@ struct Piece {
   // States before each piece from those after each piece, S <- decay S + state, for this block's
   // share of their numbers, from kBatch pieces at a time.
   __device__ __forceinline__ void put_together() const {
-    constexpr int kBatch = 8;
+    constexpr int kBatch = 4;
     const int pieces = cut.pieces, NH = heads();
     float4* const all = states();
 #pragma unroll 1
