@@ -192,7 +192,7 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     case.verify(x, y, state, "checked")
 
 
-FILES = ("linear32_shape.cuh", "linear32.cu", "linear32_feed.cuh")
+FILES = ("linear32_shape.cuh", "linear32.cu", "linear32_feed.cuh", "decay32.cuh")
 PLANTS = [  # case, text, what stands there instead, and in which of its places in FILES
     (BOXES, "shared.state_made[state.slot].wait(state.parity);", "", 0),
     (BOXES, "shared.state_free[state.slot].wait(state.parity ^ 1);", "", 0),
@@ -205,6 +205,7 @@ PLANTS = [  # case, text, what stands there instead, and in which of its places 
     (BOXES, "cp_async_wait<2>();", "", 0),
     (VECTORS, "cp_async_wait<kPending>();", "", 0),
     (BOXES, "__syncwarp();", "", 0),
+    (BOXES, "__syncwarp();", "", 1),
     (BOXES, "__syncthreads();", "", 0),
     (BOXES, "shared.free[i].init(S::kStateWarps + kParts);", "shared.free[i].init(kParts);", 0),
 ]
