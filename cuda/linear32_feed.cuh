@@ -47,7 +47,7 @@ struct Scalars32 {
 };
 
 // Decays by warp `warp` of those that make them: of every so many chunks, one token a lane. Each
-// gate is a read of its own, far from the next one: they are fetched three turns before their use.
+// gate is a read of its own, far from the next one: they are fetched turns before their use.
 template <class S>
 __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared, int warp,
                                             int lane) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
     const bool mine = turn == warp;
     if (++turn == S::kDecayWarps) turn = 0;
     if (!mine) continue;
-    cp_async_wait<2>();
+    cp_async_wait<kAhead - 1>();
     const bool real = left + kAhead * kStep > 0;
     const double g = real ? gates.value(numbers(), kAhead) : 1;
     const float b = real ? betas.plain(numbers() + kChunk, kAhead) : 0;

@@ -45,7 +45,8 @@ struct Shape {
   static constexpr int kStateColParts = (kRealCols + kStateCols - 1) / kStateCols;
   static constexpr int kStateWarps = kStateRowParts * kStateColParts;
   static constexpr int kThreads = 32 * (kOutWarps + kStateWarps + kCopyWarps + kDecayWarps);
-  static constexpr int kGateTurns = 3;  // of a warp, whose gates are on their way
+  // Turns ahead that a warp fetches gates: chunks of large states take their time.
+  static constexpr int kGateTurns = K * kRealCols < 2048 ? 3 : 1;
   static constexpr int kStateBox = kStateColParts * kStateCols * 32;  // floats, like the next ones
   static constexpr int kStateSize = (K + 31) / 32 * kStateBox;
   static constexpr int kQuery = kOutput ? kKeyBoxes * kTokenBox<float> : 0;

@@ -202,7 +202,7 @@ PLANTS = [  # case, text, what stands there instead, and in which of its places 
     (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 0),
     (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 1),
     (VECTORS, "shared.free[slot].wait(stage.parity ^ 1);", "", 0),
-    (BOXES, "cp_async_wait<2>();", "", 0),
+    (BOXES, "cp_async_wait<kAhead - 1>();", "", 0),
     (VECTORS, "cp_async_wait<kPending>();", "", 0),
     (BOXES, "__syncwarp();", "", 0),
     (BOXES, "__syncwarp();", "", 1),

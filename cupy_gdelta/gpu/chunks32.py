@@ -105,7 +105,8 @@ class Tile32:
         """sizeof(Shared), of so many boxes of q and k and so many numbers of states."""
         stage = CHUNK * BOX_BYTES * (key_boxes + self._boxes(self.cols))
         numbers = -(-(self.stages * stage + 4 * states) // 16) * 16  # Decay is aligned
-        gates = 4 * 3 * self.decay_warps * 2 * CHUNK
+        turns = 3 if self.K * self._real_cols < SMALL else 1  # ahead
+        gates = 4 * turns * self.decay_warps * 2 * CHUNK
         barriers = 8 * (3 * self.stages + 2 * self.slots)
         size = numbers + self.stages * DECAY_BYTES + gates + ITEM_BYTES + barriers
         return -(-size // 16) * 16
