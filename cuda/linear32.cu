@@ -180,6 +180,13 @@ __global__ void __launch_bounds__(
   if (S::kPadded) pad(shared);
   if (threadIdx.x == 0) shared.item = find_item<S>(a, pieces);
   if (threadIdx.x == 32) set_up(shared);
+#if defined(SIMT_HOST) || __CUDA_ARCH__ >= 900
+  if (kWide == kBoxes && threadIdx.x == 64) {  // while others begin
+    if (kOutput) prefetch_map(q_map);
+    prefetch_map(k_map);
+    prefetch_map(v_map);
+  }
+#endif
   __syncthreads();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -96,7 +96,6 @@ struct StateTiles {
           left[m][half].set_left(vt[half]);
         }
       }
-#pragma unroll
       add_products<Given<In, kProducts>, kStatePairs, kTilesAcross>(
           left, keys, block, [&](int, int m, int n) -> float (&)[4] { return carry[m][n]; },
           [](int, int) { return true; });
