@@ -107,6 +107,7 @@ CASES = [
     Case(64, 64, T=300, pieces=2, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),
     Case(96, 256, T=100, Hq=1, gate="negative", tile_options=ONE_BLOCK),
     Case(24, 24, T=200, H=1, Hq=1, tile_options=ONE_BLOCK | {"turns": 2, "stages": 5}),
+    Case(24, 24, T=700, gate="random"),
     BOXES,
     VECTORS,
     PACKED,

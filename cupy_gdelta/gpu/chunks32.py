@@ -169,6 +169,8 @@ def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> 
             found.append(Tile32(*sizes, *out, *state, *helpers, products, wide, dtype=dtype))
 
     if _small(K, V):
+        if wide == BOXES and width < 32:  # wider outputs of so many warps spill
+            add(32, 8, 9, 12, (32, width), (16, 16))
         for turns, slots in (4, 8), (2, 4), (2, 2):
             add(32, turns, slots, 10, (32, width), (16, 16))
         return found
