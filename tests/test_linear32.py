@@ -108,6 +108,8 @@ CASES = [
     Case(96, 256, T=100, Hq=1, gate="negative", tile_options=ONE_BLOCK),
     Case(24, 24, T=200, H=1, Hq=1, tile_options=ONE_BLOCK | {"turns": 2, "stages": 5}),
     Case(24, 24, T=700, gate="random"),
+    Case(64, 64, T=400, H=1, Hq=1, gate="random"),
+    Case(64, 104, T=200, H=1, Hq=1, gate="random"),
     BOXES,
     VECTORS,
     PACKED,
@@ -390,9 +392,11 @@ def test_tiles_by_heads_and_by_what_copies():
     assert chosen("float16", 256, 128, False).cols == 32
     turns = [chosen("float32", 128, 64, copied, "tf32").turns for copied in (True, False)]
     assert turns == [4, 2]
-    assert chosen("float32", 128, 64, True).by_copy_engine() == chosen("float32", 128, 64, True)
-    given = chosen("float32", 128, 64, False).by_copy_engine()
-    assert given == chosen("float32", 128, 64, True)
+    one, both = (chosen("float32", 128, 64, copied) for copied in (True, False))
+    assert (one.out_cols, one.turns, both.out_cols, both.turns) == (64, 4, 32, 2)
+    assert one.by_copy_engine() == one
+    given = both.by_copy_engine()
+    assert (given.wide, given.copy_warps, given.decay_warps) == (chunks32.BOXES, 1, 3)
     assert chosen("float32", 128, 33, True).wide == chunks32.SINGLE
 
 

@@ -181,6 +181,9 @@ def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> 
             add(64, 2, 2, 4, (32, 32))
         elif not half and 32 < K <= 64:
             add(64, 4, 4, 5, (32, 32))
+    if wide == BOXES and products == "kThree" and 32 < K <= 64 and V > 32:
+        # one warp for all columns: it multiplies queries and keys once
+        add(64, 4, 4, 6, (32, min(64, -(-V // 8) * 8)))
     if half and not tall:
         add(cols, 2, 4, 8, (32, width))
     for slots in 3, 2:
