@@ -39,13 +39,36 @@ struct StateTiles {
         for (int i = 0; i < 4; i++) carry[m][n][i] = 0;
   }
 
-  // S <- whole S + sum_j to_end_j k_j v_j^T for rows from row0 and columns from col0.
+  // S <- whole S + sum_j to_end_j k_j v_j^T for rows from row0 and columns from col0. `meanwhile`
+  // is called with the state as it was, while products are under way.
+  template <class F>
   __device__ __forceinline__ void advance(const In* k, const In* v, int row0, int col0,
-                                          const Decay& decay, int lane) {
+                                          const Decay& decay, int lane, F meanwhile) {
+    const float whole = decay.whole, rest = decay.whole_rest;
+    float more[kTilesDown][kTilesAcross][4] = {};
+#pragma unroll
+    for (int m = 0; m < kTilesDown; m++)
+#pragma unroll
+      for (int n = 0; n < kTilesAcross; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) carry[m][n][i] = whole * carry[m][n][i] + rest * x[m][n][i];
     if (decay.wild)
-      advance_by<true>(k, v, row0, col0, decay, lane);
+      add_chunk<true>(k, v, row0, col0, decay, lane, more);
     else
-      advance_by<false>(k, v, row0, col0, decay, lane);
+      add_chunk<false>(k, v, row0, col0, decay, lane, more);
+    meanwhile();
+#pragma unroll
+    for (int m = 0; m < kTilesDown; m++)
+#pragma unroll
+      for (int n = 0; n < kTilesAcross; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float before = x[m][n][i];
+          const float added = carry[m][n][i] + more[m][n][i];
+          const float after = fmaf(whole, before, added);
+          carry[m][n][i] = fmaf(whole, before, -after) + added;
+          x[m][n][i] = after;
+        }
   }
 
   // Rows of K side by side, one row of shared memory for each column of V, ready to be read as a
@@ -66,18 +89,14 @@ struct StateTiles {
   }
 
  private:
+  // Where tiles are few, the second block goes into a sum of its own: chains are half as long.
   template <bool kWild>
-  __device__ __forceinline__ void advance_by(const In* k, const In* v, int row0, int col0,
-                                             const Decay& decay, int lane) {
-    const float whole = decay.whole, rest = decay.whole_rest;
+  __device__ __forceinline__ void add_chunk(const In* k, const In* v, int row0, int col0,
+                                            const Decay& decay, int lane,
+                                            float (&more)[kTilesDown][kTilesAcross][4]) {
+    constexpr bool kApart = !kWild && kTilesDown * kTilesAcross <= 2;
     const Columns<In, kTokenBox<In>> keys(k, row0 / 8, lane);
     const Columns<In, kTokenBox<In>> values(v, col0 / 8, lane);
-#pragma unroll
-    for (int m = 0; m < kTilesDown; m++)
-#pragma unroll
-      for (int n = 0; n < kTilesAcross; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) carry[m][n][i] = whole * carry[m][n][i] + rest * x[m][n][i];
 #pragma unroll(kWild ? 1 : kChunk / kBlock)
     for (int block = 0; block < kChunk / kBlock; block++) {
       Four<kProducts> left[kTilesDown][2];
@@ -97,21 +116,12 @@ struct StateTiles {
         }
       }
       add_products<Given<In, kProducts>, kStatePairs, kTilesAcross>(
-          left, keys, block, [&](int, int m, int n) -> float (&)[4] { return carry[m][n]; },
+          left, keys, block,
+          [&](int, int m, int n) -> float (&)[4] {
+            return kApart && block ? more[m][n] : carry[m][n];
+          },
           [](int, int) { return true; });
     }
-#pragma unroll
-    for (int m = 0; m < kTilesDown; m++)
-#pragma unroll
-      for (int n = 0; n < kTilesAcross; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float before = x[m][n][i];
-          const float added = carry[m][n][i];
-          const float after = fmaf(whole, before, added);
-          carry[m][n][i] = fmaf(whole, before, -after) + added;
-          x[m][n][i] = after;
-        }
   }
 };
 

@@ -200,7 +200,6 @@ PLANTS = [  # case, text, what stands there instead, and in which of its places 
     (BOXES, "shared.state_made[state.slot].wait(state.parity);", "", 0),
     (BOXES, "shared.state_free[state.slot].wait(state.parity ^ 1);", "", 0),
     (BOXES, "shared.made[stage.slot].wait(stage.parity);", "", 0),
-    (BOXES, "shared.made[stage.slot].wait(stage.parity);", "", 1),
     (BOXES, "shared.loaded[stage.slot].wait(stage.parity);", "", 0),
     (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 0),
     (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 1),
