@@ -56,7 +56,7 @@ __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& share
         const float y0 = scale * tiles.y[i / 2][n][i % 2 * 2];
         const float y1 = scale * tiles.y[i / 2][n][i % 2 * 2 + 1];
         if (S::kWide > 1) {
-          if (S::kWhole || col + n * 8 < item.cols) store_pair(row + n * 8, y0, y1);
+          if (col + n * 8 < item.cols) store_pair(row + n * 8, y0, y1);
         } else {
           if (col + n * 8 < item.cols) row[n * 8] = Narrow<In>::from(y0);
           if (col + n * 8 + 1 < item.cols) row[n * 8 + 1] = Narrow<In>::from(y1);

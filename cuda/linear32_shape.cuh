@@ -33,7 +33,6 @@ struct Shape {
 
   static constexpr int kRealCols = kCols < V ? kCols : V;
   static constexpr int kColBlocks = (V + kCols - 1) / kCols;
-  static constexpr bool kWhole = kRealCols % kOutCols == 0 && V % kRealCols == 0;  // all is real
   static constexpr int kKeyBoxes = (K + kBoxCols<In> - 1) / kBoxCols<In>;
   static constexpr int kValueBoxes = (kCols + kBoxCols<In> - 1) / kBoxCols<In>;
   static constexpr int kKeyTiles = sizeof(In) == 2 ? (K + 15) / 16 : 2 * kKeyBoxes;

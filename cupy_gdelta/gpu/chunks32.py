@@ -169,21 +169,16 @@ def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> 
             found.append(Tile32(*sizes, *out, *state, *helpers, products, wide, dtype=dtype))
 
     if _small(K, V):
-        if wide == BOXES and width < 32:  # wider outputs of so many warps spill
-            add(32, 8, 9, 12, (32, width), (16, 16))
         for turns, slots in (4, 8), (2, 4), (2, 2):
             add(32, turns, slots, 10, (32, width), (16, 16))
         return found
     cols = 32 if tall or V <= 32 else 64
-    if wide == BOXES and products == "kOne" and V > 32:
+    if wide == BOXES and V > 32:
         # four warps for each of two or three parts: registers move to those that want them
         if half and K > 96:
             add(64, 2, 2, 4, (32, 32))
-        elif not half and 32 < K <= 64:
-            add(64, 4, 4, 5, (32, 32))
-    if wide == BOXES and products == "kThree" and 32 < K <= 64 and V > 32:
-        # one warp for all columns: it multiplies queries and keys once
-        add(64, 4, 4, 6, (32, min(64, -(-V // 8) * 8)))
+        elif 32 < K <= 64:  # one warp for all columns: it multiplies queries and keys once
+            add(64, 4, 4, 9 if half else 6, (32, min(64, -(-V // 8) * 8)))
     if half and not tall:
         add(cols, 2, 4, 8, (32, width))
     for slots in 3, 2:
