@@ -22,12 +22,11 @@ __device__ __forceinline__ int boxed(int row, int x) {
 // 4).
 template <class In, int kBox>
 struct Rows {
-  const float* at[2];
+  const float* rows;
+  int at;
 
-  __device__ __forceinline__ Rows(const float* rows, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) at[i] = rows + boxed<float>(lane / 4, lane % 4 * 8 + i * 4);
-  }
+  __device__ __forceinline__ Rows(const float* rows, int lane)
+      : rows(rows), at(boxed<float>(lane / 4, lane % 4 * 8)) {}
 
   template <int kProducts>
   __device__ __forceinline__ void load_left(Four<kProducts> (&to)[2], int n, int k) const {
@@ -41,7 +40,8 @@ struct Rows {
   }
 
   __device__ __forceinline__ Run<float, 4> read(int n, int k) const {
-    return *reinterpret_cast<const Run<float, 4>*>(at[k % 2] + n * 8 * 32 + k / 2 * kBox);
+    return *reinterpret_cast<const Run<float, 4>*>(rows + (at ^ k % 2 * 4) + n * 8 * 32 +
+                                                   k / 2 * kBox);
   }
 };
 

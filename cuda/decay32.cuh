@@ -47,6 +47,8 @@ struct alignas(16) Decay {
   template <bool kWild>
   __device__ __forceinline__ void fill_all(int lane, double gate, float beta) {
     const int in = lane % kBlock;
+    const bool early = lane < kBlock;  // in the first block
+    fill_diagonal<kWild>(afresh(static_cast<unsigned>(lane)), float(gate), beta);
     double head = gate, tail = gate;  // of the gates of the block up to, and from, this lane's
 #pragma unroll
     for (int step = 1; step < kBlock; step *= 2) {
@@ -59,27 +61,36 @@ struct alignas(16) Decay {
     const double first = __shfl_sync(0xffffffffu, head, kBlock - 1);
     const double second = __shfl_sync(0xffffffffu, head, kChunk - 1);
     const double end = in == kBlock - 1 ? double(beta) : times<kWild>(after, double(beta));
-    if (lane < kBlock) {
-      from_start[lane] = float(head);
-      to_end[lane] = float(times<kWild>(end, second));
-      to_block_end[lane] = float(end);
-    } else {
-      from_start[lane] = float(times<kWild>(first, head));
-      to_end[lane] = float(end);
-      in_block[in] = float(head);
-    }
+    const double from = times<kWild>(first, head), to = times<kWild>(end, second);
+    const double all = times<kWild>(first, second);
+    from_start[lane] = float(early ? head : from);
+    to_end[lane] = float(early ? to : end);
+    (early ? to_block_end : in_block)[in] = float(early ? end : head);
     if (lane == 0) {
-      const double all = times<kWild>(first, second);
       whole = float(all);
       whole_rest = float(all - whole);
     }
-    const float g = float(gate);
-    float d = 0;
+  }
+
+  // A column by each lane, from beta down. The lanes of a block show their gates to each other in
+  // what is spare of its first four rows.
+  template <bool kWild>
+  __device__ __forceinline__ void fill_diagonal(unsigned lane, float gate, float beta) {
+    static_assert(kDiagonalRow - kBlock == 4, "four numbers are spare in each row");
+    const unsigned in = lane % kBlock;
+    float (&rows)[kBlock][kDiagonalRow] = diagonal[lane / kBlock];
+    rows[in / 4][kBlock + in % 4] = gate;
+    __syncwarp();
+    float gates[kBlock];
 #pragma unroll
-    for (int i = 0; i < kBlock; i++) {
-      const float next = __shfl_sync(0xffffffffu, g, i, kBlock);
-      d = i == in ? beta : (i > in ? times<kWild>(d, next) : 0.f);
-      diagonal[lane / kBlock][i][in] = d;
+    for (int i = 0; i < kBlock; i += 4)
+      *reinterpret_cast<Run<float, 4>*>(gates + i) =
+          *reinterpret_cast<const Run<float, 4>*>(rows[i / 4] + kBlock);
+    float d = beta;
+#pragma unroll
+    for (unsigned i = 0; i < kBlock; i++) {
+      if (i > in) d = times<kWild>(d, gates[i]);
+      rows[i][in] = d;  // of no meaning above the diagonal
     }
   }
 };

@@ -23,8 +23,8 @@ __device__ __forceinline__ void store_pair(half_t* to, float x, float y) {
 
 // Outputs by warp `warp` of those that make them: a part of every kTurns-th chunk.
 //
-// The state before a chunk is there once the decays of all earlier chunks have been made: so this
-// warp may skip phases of the barriers, and still waits for none before its time.
+// The state before a chunk comes once the chunk is there with its decays, and after the states
+// before all earlier ones: so this warp waits for nothing else, and may skip phases.
 template <class S>
 __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& shared, int warp,
                                              int lane) {
@@ -40,7 +40,6 @@ __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& share
        c += S::kTurns, stage.skip(S::kTurns), state.skip(S::kTurns)) {
     const int block = (rest + part + c / S::kTurns) % S::kRowParts;  // the second is more work
     shared.state_made[state.slot].wait(state.parity);
-    shared.made[stage.slot].wait(stage.parity);
     OutTiles<In, S::kProducts, S::kKeyTiles, S::kStateBox, S::kOutRows / 16, S::kOutCols / 8> tiles;
     tiles.make(shared.queries(stage.slot), shared.keys(stage.slot), shared.values(stage.slot),
                shared.states[state.slot], own0, shared.decays[stage.slot], block, lane,
@@ -108,13 +107,13 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, const PieceArgs& p
     arrive(shared.state_made[state.slot], lane);
     state.next();
   };
-  if (S::kOutput && chunks > 0) publish();
   for (int c = 0; c < chunks; c++, stage.next()) {
     const Decay& decay = shared.decays[stage.slot];
     shared.made[stage.slot].wait(stage.parity);
-    tiles.advance(shared.keys(stage.slot), shared.values(stage.slot), row0, own0, decay, lane);
+    tiles.advance(shared.keys(stage.slot), shared.values(stage.slot), row0, own0, decay, lane, [&] {
+      if (S::kOutput) publish();
+    });
     if (!S::kOutput) whole = bounded(whole * (double(decay.whole) + decay.whole_rest));
-    if (S::kOutput && c + 1 < chunks) publish();
     arrive(shared.free[stage.slot], lane);
   }
   float* kept = nullptr;
@@ -180,6 +179,13 @@ __global__ void __launch_bounds__(
   if (S::kPadded) pad(shared);
   if (threadIdx.x == 0) shared.item = find_item<S>(a, pieces);
   if (threadIdx.x == 32) set_up(shared);
+#if defined(SIMT_HOST) || __CUDA_ARCH__ >= 900
+  if (kWide == kBoxes && threadIdx.x == 64) {  // while others begin
+    if (kOutput) prefetch_map(q_map);
+    prefetch_map(k_map);
+    prefetch_map(v_map);
+  }
+#endif
   __syncthreads();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

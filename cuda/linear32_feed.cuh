@@ -2,69 +2,84 @@
 #pragma once
 #include "linear32_shape.cuh"
 
-// Gates or betas of an item, and their way through shared memory. A float16 number travels in the
+// One lane's gates or betas, and their way through shared memory. A float16 number travels in the
 // four bytes that it lies in, or in the first two of them: copies are no shorter.
 template <class In>
 struct Scalars32 {
-  const void* base;
-  long long first, stride;  // in numbers
+  const char* next;  // the one to be fetched
+  long long step;    // bytes to the one after it
   int kind;
 
-  __device__ __forceinline__ bool is_half() const {
-    return sizeof(In) == 2 && (kind == kAsInputs || kind == kLogOfInputs);
+  template <class T>
+  __device__ __forceinline__ static Scalars32 of(const T* base, long long at, long long step,
+                                                 int kind) {
+    const long long size = is_half(kind) ? 2 : 4;
+    return {reinterpret_cast<const char*>(base) + at * size, step * size, kind};
   }
 
-  __device__ __forceinline__ void fetch(float* to, int t) const {
-    const long long at = first + t * stride;
-    if (is_half()) {
-      const auto from = reinterpret_cast<const char*>(static_cast<const half_t*>(base) + at);
-      cp_async<4>(to, from - upper(t), 2 + upper(t));
-    } else if (kind != kAbsent) {
-      cp_async<4>(to, static_cast<const float*>(base) + at);
-    }
+  __device__ __forceinline__ void fetch(float* to) const {
+    if (is_half(kind))
+      cp_async<4>(to, next - upper(next), 2 + upper(next));
+    else if (kind != kAbsent)
+      cp_async<4>(to, next);
   }
 
-  __device__ __forceinline__ double value(const float* from, int t) const {
+  // What was fetched `steps` steps ago, where it is a number that no exponential is taken of.
+  __device__ __forceinline__ float plain(const float* from, int steps) const {
     if (kind == kAbsent) return 1;
-    const double x = is_half() ? half_bits_to_float(static_cast<unsigned short>(
-                                     __float_as_uint(*from) >> upper(t) * 8))
-                               : *from;
+    if (!is_half(kind)) return *from;
+    return half_bits_to_float(
+        static_cast<unsigned short>(__float_as_uint(*from) >> upper(next - steps * step) * 8));
+  }
+  __device__ __forceinline__ double value(const float* from, int steps) const {
+    const double x = plain(from, steps);
     return kind == kLogOfInputs || kind == kLogOfFloat ? exp(x) : x;
   }
 
  private:
+  static __device__ __forceinline__ bool is_half(int kind) {
+    return sizeof(In) == 2 && (kind == kAsInputs || kind == kLogOfInputs);
+  }
   // 2 where a float16 number lies in the upper half of four bytes, otherwise 0.
-  __device__ __forceinline__ int upper(int t) const {
-    return static_cast<int>(reinterpret_cast<unsigned long long>(base) + 2 * (first + t * stride)) &
-           2;
+  static __device__ __forceinline__ int upper(const char* at) {
+    return static_cast<int>(reinterpret_cast<unsigned long long>(at)) & 2;
   }
 };
 
 // Decays by warp `warp` of those that make them: of every so many chunks, one token a lane. Each
-// gate is a read of its own, far from the next one: they are fetched three turns before their use.
+// gate is a read of its own, far from the next one: they are fetched turns before their use.
 template <class S>
 __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared, int warp,
                                             int lane) {
+  constexpr int kAhead = S::kGateTurns, kStep = S::kDecayWarps * kChunk;
   const Item& item = shared.item;
   const int tokens = item.tokens, chunks = item.chunks;
-  using In = typename S::In;
-  const Scalars32<In> gates{
-      a.gate, item.b * a.gate_stride[0] + item.start * a.gate_stride[1] + item.h * a.gate_stride[2],
-      a.gate_stride[1], a.gate_kind};
-  const Scalars32<In> betas{
-      a.beta, item.b * a.beta_stride[0] + item.start * a.beta_stride[1] + item.h * a.beta_stride[2],
-      a.beta_stride[1], a.beta_kind};
-  const auto fetch = [&](int c) {
-    const int t = c * kChunk + lane;
-    float* const to = shared.gates[c % S::kGateSlots][0] + lane;
-    if (t < tokens) {
-      gates.fetch(to, t);
-      betas.fetch(to + kChunk, t);
+  const long long first = item.start + warp * kChunk + lane;
+  using Scalars = Scalars32<typename S::In>;
+  auto gates =
+      Scalars::of(static_cast<const char*>(a.gate),
+                  item.b * a.gate_stride[0] + first * a.gate_stride[1] + item.h * a.gate_stride[2],
+                  kStep * a.gate_stride[1], a.gate_kind);
+  auto betas =
+      Scalars::of(static_cast<const char*>(a.beta),
+                  item.b * a.beta_stride[0] + first * a.beta_stride[1] + item.h * a.beta_stride[2],
+                  kStep * a.beta_stride[1], a.beta_kind);
+  int left = tokens - warp * kChunk - lane;  // tokens from the one to be fetched on
+  Turn<kAhead> place;
+  const auto numbers = [&] { return shared.gates[warp][place.slot][0] + lane; };
+  const auto fetch = [&] {
+    if (left > 0) {
+      gates.fetch(numbers());
+      betas.fetch(numbers() + kChunk);
     }
     cp_async_commit();
+    gates.next += gates.step;
+    betas.next += betas.step;
+    left -= kStep;
+    place.next();
   };
 #pragma unroll 1
-  for (int i = 0; i < 3; i++) fetch(warp + i * S::kDecayWarps);
+  for (int i = 0; i < kAhead; i++) fetch();
   Turn<S::kStages> stage;
   int turn = 0;
 #pragma unroll 1
@@ -73,12 +88,11 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
     const bool mine = turn == warp;
     if (++turn == S::kDecayWarps) turn = 0;
     if (!mine) continue;
-    cp_async_wait<2>();
-    const int t = c * kChunk + lane;
-    const float* const from = shared.gates[c % S::kGateSlots][0] + lane;
-    const double g = t < tokens ? gates.value(from, t) : 1;
-    const double b = t < tokens ? betas.value(from + kChunk, t) : 0;
-    shared.decays[stage.slot].fill(lane, g, static_cast<float>(b));
+    cp_async_wait<kAhead - 1>();
+    const bool real = left + kAhead * kStep > 0;
+    const double g = real ? gates.value(numbers(), kAhead) : 1;
+    const float b = real ? betas.plain(numbers() + kChunk, kAhead) : 0;
+    shared.decays[stage.slot].fill(lane, g, b);
     shared.loaded[stage.slot].wait(stage.parity);  // who waits for decays waits for all
     if (S::kWide == kBoxes && (c + 1) * kChunk > tokens && item.stop < a.T) {
       // rows of the next sequence, which may be NaN, lie where nothing of this one does
@@ -90,7 +104,7 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
           keys[box * kTokenBox<float> + row * 32 + lane] = 0;
     }
     arrive(shared.made[stage.slot], lane);
-    fetch(c + 3 * S::kDecayWarps);
+    fetch();
   }
 }
 

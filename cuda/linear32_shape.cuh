@@ -45,7 +45,8 @@ struct Shape {
   static constexpr int kStateColParts = (kRealCols + kStateCols - 1) / kStateCols;
   static constexpr int kStateWarps = kStateRowParts * kStateColParts;
   static constexpr int kThreads = 32 * (kOutWarps + kStateWarps + kCopyWarps + kDecayWarps);
-  static constexpr int kGateSlots = 3 * kDecayWarps;
+  // Turns ahead that a warp fetches gates: chunks of large states take their time.
+  static constexpr int kGateTurns = K * kRealCols < 2048 ? 3 : 1;
   static constexpr int kStateBox = kStateColParts * kStateCols * 32;  // floats, like the next ones
   static constexpr int kStateSize = (K + 31) / 32 * kStateBox;
   static constexpr int kQuery = kOutput ? kKeyBoxes * kTokenBox<float> : 0;
@@ -91,7 +92,7 @@ struct Shared {
   float stages[S::kStages][S::kStage];  // q, k, v
   float states[S::kOutput ? S::kSlots : 1][S::kOutput ? S::kStateSize : 1];
   Decay decays[S::kStages];
-  float gates[S::kGateSlots][2][kChunk];
+  float gates[S::kDecayWarps][S::kGateTurns][2][kChunk];
   Item item;
   Barrier loaded[S::kStages], made[S::kStages], free[S::kStages];
   Barrier state_made[S::kSlots], state_free[S::kSlots];

@@ -7,16 +7,18 @@
 #include "decay32.cuh"
 #include "boxes32.cuh"
 
+constexpr int kPairs = 2;  // of tiles that are multiplied side by side
+
 template <class In>
 constexpr int kTokenBox = kChunk * kBoxCols<In>;  // numbers of a box of a chunk's rows
-
-constexpr int kStatePairs = 1, kScorePairs = 1, kOutPairs = 1;
 
 // The transposed state of one warp: tiles of 16 columns of V by 8 rows of K, as mma leaves them.
 template <class In, int kProducts, int kStateBox, int kTilesDown, int kTilesAcross>
 struct StateTiles {
   float x[kTilesDown][kTilesAcross][4];
   float carry[kTilesDown][kTilesAcross][4];  // what roundings took from x
+  // Few tiles: a chunk's two blocks are summed apart, in chains half as long.
+  static constexpr bool kApart = kTilesDown * kTilesAcross <= 2;
 
   // f(value, row of K, column of V), both counted from those of the warp.
   template <class F>
@@ -39,13 +41,36 @@ struct StateTiles {
         for (int i = 0; i < 4; i++) carry[m][n][i] = 0;
   }
 
-  // S <- whole S + sum_j to_end_j k_j v_j^T for rows from row0 and columns from col0.
+  // S <- whole S + sum_j to_end_j k_j v_j^T for rows from row0 and columns from col0. `meanwhile`
+  // is called with the state as it was, while products are under way.
+  template <class F>
   __device__ __forceinline__ void advance(const In* k, const In* v, int row0, int col0,
-                                          const Decay& decay, int lane) {
+                                          const Decay& decay, int lane, F meanwhile) {
+    const float whole = decay.whole, rest = decay.whole_rest;
+    float more[kTilesDown][kTilesAcross][4] = {};
+#pragma unroll
+    for (int m = 0; m < kTilesDown; m++)
+#pragma unroll
+      for (int n = 0; n < kTilesAcross; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) carry[m][n][i] = whole * carry[m][n][i] + rest * x[m][n][i];
     if (decay.wild)
-      advance_by<true>(k, v, row0, col0, decay, lane);
+      add_chunk<true>(k, v, row0, col0, decay, lane, more);
     else
-      advance_by<false>(k, v, row0, col0, decay, lane);
+      add_chunk<false>(k, v, row0, col0, decay, lane, more);
+    meanwhile();
+#pragma unroll
+    for (int m = 0; m < kTilesDown; m++)
+#pragma unroll
+      for (int n = 0; n < kTilesAcross; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float before = x[m][n][i];
+          const float added = kApart ? carry[m][n][i] + more[m][n][i] : carry[m][n][i];
+          const float after = fmaf(whole, before, added);
+          carry[m][n][i] = fmaf(whole, before, -after) + added;
+          x[m][n][i] = after;
+        }
   }
 
   // Rows of K side by side, one row of shared memory for each column of V, ready to be read as a
@@ -67,18 +92,12 @@ struct StateTiles {
 
  private:
   template <bool kWild>
-  __device__ __forceinline__ void advance_by(const In* k, const In* v, int row0, int col0,
-                                             const Decay& decay, int lane) {
-    const float whole = decay.whole, rest = decay.whole_rest;
+  __device__ __forceinline__ void add_chunk(const In* k, const In* v, int row0, int col0,
+                                            const Decay& decay, int lane,
+                                            float (&more)[kTilesDown][kTilesAcross][4]) {
     const Columns<In, kTokenBox<In>> keys(k, row0 / 8, lane);
     const Columns<In, kTokenBox<In>> values(v, col0 / 8, lane);
-#pragma unroll
-    for (int m = 0; m < kTilesDown; m++)
-#pragma unroll
-      for (int n = 0; n < kTilesAcross; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) carry[m][n][i] = whole * carry[m][n][i] + rest * x[m][n][i];
-#pragma unroll(kWild ? 1 : kChunk / kBlock)
+#pragma unroll(kApart && !kWild ? 2 : 1)
     for (int block = 0; block < kChunk / kBlock; block++) {
       Four<kProducts> left[kTilesDown][2];
       float w[4];
@@ -96,23 +115,13 @@ struct StateTiles {
           left[m][half].set_left(vt[half]);
         }
       }
-#pragma unroll
-      add_products<Given<In, kProducts>, kStatePairs, kTilesAcross>(
-          left, keys, block, [&](int, int m, int n) -> float (&)[4] { return carry[m][n]; },
+      add_products<Given<In, kProducts>, kPairs, kTilesAcross>(
+          left, keys, block,
+          [&](int, int m, int n) -> float (&)[4] {
+            return kApart && !kWild && block ? more[m][n] : carry[m][n];
+          },
           [](int, int) { return true; });
     }
-#pragma unroll
-    for (int m = 0; m < kTilesDown; m++)
-#pragma unroll
-      for (int n = 0; n < kTilesAcross; n++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float before = x[m][n][i];
-          const float added = carry[m][n][i];
-          const float after = fmaf(whole, before, added);
-          carry[m][n][i] = fmaf(whole, before, -after) + added;
-          x[m][n][i] = after;
-        }
   }
 };
 
@@ -149,16 +158,16 @@ struct OutTiles {
       for (int n = 0; n < kTilesAcross; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) y[m][n][i] = 0;
-#pragma unroll(2)
+#pragma unroll 1  // instructions are scarce
     for (int tile = 0; tile < kKeyTiles; tile++) {
       Given<In, kProducts> left[kTilesDown][2];
 #pragma unroll
       for (int m = 0; m < kTilesDown; m++) queries.load_left(left[m], 2 * m, tile);
-      add_products<Given<In, kProducts>, kScorePairs, kScoreTiles>(
+      add_products<Given<In, kProducts>, kPairs, kScoreTiles>(
           left, keys, tile, [&](int, int m, int n) -> float (&)[4] { return scores[m][n]; },
           [](int m, int n) { return n / 2 <= kFirst + m; });
-      add_products<Four<kProducts>, kOutPairs, kTilesAcross>(left, states, tile, add_to_y,
-                                                             [](int, int) { return true; });
+      add_products<Four<kProducts>, kPairs, kTilesAcross>(left, states, tile, add_to_y,
+                                                          [](int, int) { return true; });
     }
     state_read();
 #pragma unroll
@@ -186,7 +195,7 @@ struct OutTiles {
           left[m][half].set_left(p);
         }
       }
-      add_products<Given<In, kProducts>, kOutPairs, kTilesAcross>(
+      add_products<Given<In, kProducts>, kPairs, kTilesAcross>(
           left, values, block, add_to_y, [=](int m, int) { return block <= kFirst + m; });
     }
   }

@@ -115,6 +115,9 @@ CASES = [
     Case(64, 64, T=300, pieces=2, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),
     Case(96, 256, T=100, Hq=1, gate="negative", tile_options=ONE_BLOCK),
     Case(24, 24, T=200, H=1, Hq=1, tile_options=ONE_BLOCK | {"turns": 2, "stages": 5}),
+    Case(24, 24, T=700, gate="random"),
+    Case(64, 64, T=400, H=1, Hq=1, gate="random"),
+    Case(64, 104, T=200, H=1, Hq=1, gate="random"),
     BOXES,
     VECTORS,
     PACKED,
@@ -197,19 +200,19 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     case.verify(x, y, state, "checked")
 
 
-FILES = ("linear32_shape.cuh", "linear32.cu", "linear32_feed.cuh")
+FILES = ("linear32_shape.cuh", "linear32.cu", "linear32_feed.cuh", "decay32.cuh")
 PLANTS = [  # case, text, what stands there instead, and in which of its places in FILES
     (BOXES, "shared.state_made[state.slot].wait(state.parity);", "", 0),
     (BOXES, "shared.state_free[state.slot].wait(state.parity ^ 1);", "", 0),
     (BOXES, "shared.made[stage.slot].wait(stage.parity);", "", 0),
-    (BOXES, "shared.made[stage.slot].wait(stage.parity);", "", 1),
     (BOXES, "shared.loaded[stage.slot].wait(stage.parity);", "", 0),
     (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 0),
     (BOXES, "shared.free[stage.slot].wait(stage.parity ^ 1);", "", 1),
     (VECTORS, "shared.free[slot].wait(stage.parity ^ 1);", "", 0),
-    (BOXES, "cp_async_wait<2>();", "", 0),
+    (BOXES, "cp_async_wait<kAhead - 1>();", "", 0),
     (VECTORS, "cp_async_wait<kPending>();", "", 0),
     (BOXES, "__syncwarp();", "", 0),
+    (BOXES, "__syncwarp();", "", 1),
     (BOXES, "__syncthreads();", "", 0),
     (BOXES, "shared.free[i].init(S::kStateWarps + kParts);", "shared.free[i].init(kParts);", 0),
 ]
@@ -393,9 +396,11 @@ def test_tiles_by_heads_and_by_what_copies():
     assert chosen("float16", 256, 128, False).cols == 32
     turns = [chosen("float32", 128, 64, copied, "tf32").turns for copied in (True, False)]
     assert turns == [4, 2]
-    assert chosen("float32", 128, 64, True).by_copy_engine() == chosen("float32", 128, 64, True)
-    given = chosen("float32", 128, 64, False).by_copy_engine()
-    assert given == chosen("float32", 128, 64, True)
+    one, both = (chosen("float32", 128, 64, copied) for copied in (True, False))
+    assert (one.out_cols, one.turns, both.out_cols, both.turns) == (64, 4, 32, 2)
+    assert one.by_copy_engine() == one
+    given = both.by_copy_engine()
+    assert (given.wide, given.copy_warps, given.decay_warps) == (chunks32.BOXES, 1, 3)
     assert chosen("float32", 128, 33, True).wide == chunks32.SINGLE
 
 

@@ -105,7 +105,8 @@ class Tile32:
         """sizeof(Shared), of so many boxes of q and k and so many numbers of states."""
         stage = CHUNK * BOX_BYTES * (key_boxes + self._boxes(self.cols))
         numbers = -(-(self.stages * stage + 4 * states) // 16) * 16  # Decay is aligned
-        gates = 4 * 3 * self.decay_warps * 2 * CHUNK
+        turns = 3 if self.K * self._real_cols < SMALL else 1  # ahead
+        gates = 4 * turns * self.decay_warps * 2 * CHUNK
         barriers = 8 * (3 * self.stages + 2 * self.slots)
         size = numbers + self.stages * DECAY_BYTES + gates + ITEM_BYTES + barriers
         return -(-size // 16) * 16
@@ -172,12 +173,12 @@ def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> 
             add(32, turns, slots, 10, (32, width), (16, 16))
         return found
     cols = 32 if tall or V <= 32 else 64
-    if wide == BOXES and products == "kOne" and V > 32:
+    if wide == BOXES and V > 32:
         # four warps for each of two or three parts: registers move to those that want them
         if half and K > 96:
             add(64, 2, 2, 4, (32, 32))
-        elif not half and 32 < K <= 64:
-            add(64, 4, 4, 5, (32, 32))
+        elif 32 < K <= 64:  # one warp for all columns: it multiplies queries and keys once
+            add(64, 4, 4, 9 if half else 6, (32, min(64, -(-V // 8) * 8)))
     if half and not tall:
         add(cols, 2, 4, 8, (32, width))
     for slots in 3, 2:
