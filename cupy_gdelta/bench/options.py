@@ -81,8 +81,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.sources and arguments.peers:
         raise Refusal("--peers is for measuring; --from shows what its files hold")
     steps = arguments.decode or any(s.name in decode.NAMED for s in arguments.shapes or ())
-    if arguments.backward and any(getattr(x, "layout", "") for x in arguments.shapes or ()):
-        raise Refusal("--backward goes with dense shapes")
+    if arguments.backward and any(
+        getattr(x, "layout", "") or getattr(x, "Hq", 0) for x in arguments.shapes or ()
+    ):
+        raise Refusal("--backward goes with dense shapes of H = Hq")
     if steps and arguments.backward:
         raise Refusal("--backward goes with sequences; decode steps have no gradients")
     if arguments.decode and not all(s.name in decode.NAMED for s in arguments.shapes or ()):

@@ -71,8 +71,8 @@ def user_kernel(inputs: Inputs) -> Contender:
     import cupy
 
     shape = inputs.shape
-    if shape.dtype != "float32" or shape.K != shape.V:
-        raise Unavailable("float32 and K = V only")
+    if shape.dtype != "float32" or shape.K != shape.V or shape.Hq:
+        raise Unavailable("float32, K = V and H = Hq only")
     code = (programs.folder() / "user_kernel.cu").read_text(encoding="utf-8")
     module = cupy.RawModule(code=code, options=(f"-DHEAD_DIM={shape.K}",))
     kernel = module.get_function("user_recurrence")
@@ -93,8 +93,9 @@ def fla(inputs: Inputs) -> Contender:
         from fla.ops.simple_gla import chunk_simple_gla
 
         values = inputs.values(inputs.beta)
-        q, k, v, g = map(as_torch, (inputs.q, inputs.k, values, inputs.log_gate))
-        return _on_torch(lambda: chunk_simple_gla(q, k, v, g=g, scale=1.0)[0], FOLDED)
+        q, k, v, g = map(as_torch, (*inputs.repeated, values, inputs.log_gate))
+        call = lambda: chunk_simple_gla(q, k, v, g=g, scale=1.0)[0]  # noqa: E731
+        return _on_torch(call, _note(inputs, FOLDED))
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     tensors = _delta_tensors(inputs)
@@ -118,11 +119,11 @@ def mamba_ssm(inputs: Inputs) -> Contender:
 
     step = -inputs.log_gate
     values = inputs.values(inputs.beta / step)  # SSD multiplies its input by the step
-    C, B, x, dt = map(as_torch, (inputs.q, inputs.k, values, step))
+    C, B, x, dt = map(as_torch, (*inputs.repeated, values, step))
     A = -dt.new_ones(inputs.shape.H)
     return _on_torch(
         lambda: mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size=256),
-        "beta and the step folded into v beforehand",
+        _note(inputs, "beta and the step folded into v beforehand"),
     )
 
 
@@ -147,10 +148,10 @@ def jla_call(inputs: Inputs) -> tuple[Callable[..., Any], list[Any], Any, str]:
     def forward(q: Any, k: Any, v: Any, gates: dict[str, Any]) -> Any:
         return linear_attention(kind, q, k, v, **gates, scale=1.0, impl="mosaic_gpu")[0]
 
-    arrays = [_jax(x) for x in (inputs.q, inputs.k, values)]
+    arrays = [_jax(x) for x in (*inputs.repeated, values)]
     arrays.append({name: _jax(x) for name, x in gates.items()})
     note = "back-to-back jitted calls, no L2 flush"
-    return forward, arrays, jax, f"{FOLDED}; {note}" if linear else note
+    return forward, arrays, jax, _note(inputs, f"{FOLDED}; {note}" if linear else note)
 
 
 LOCAL: dict[str, dict[str, Callable[[Inputs], Contender]]] = {
@@ -167,6 +168,11 @@ def _delta_tensors(inputs: Inputs) -> dict[str, Any]:
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     arrays |= {"g": inputs.log_gate, "beta": inputs.beta}
     return {name: as_torch(x) for name, x in arrays.items()}
+
+
+def _note(inputs: Inputs, note: str) -> str:
+    """What a reader must know of a peer that needs a head of q and k for each of v."""
+    return f"q and k repeated beforehand; {note}" if inputs.shape.Hq else note
 
 
 def _on_torch(call: timing.Call, note: str = "") -> Contender:

@@ -127,7 +127,7 @@ def _rows(results: list[dict[str, Any]]) -> list[str]:
 def _cell(entry: dict[str, Any] | None) -> str:
     if entry is None or entry["us"] is None:
         return "-"
-    error = "NaN" if entry["error"] is None else f"{entry['error']:.0e}".replace("e-0", "e-")
+    error = "NaN" if entry["error"] is None else f"{entry['error']:.1e}".replace("e-0", "e-")
     return f"{entry['us']:.0f} ({entry['times_floor']:.2f}x, {error})"
 
 
@@ -150,4 +150,6 @@ def _name(result: dict[str, Any]) -> str:
 
 def _sizes(shape: dict[str, Any]) -> str:
     sizes = ", ".join(str(shape[name]) for name in ("B", "T", "H", "K", "V", "dtype"))
+    if shape.get("Hq"):
+        sizes += f", Hq {shape['Hq']}"
     return f"{sizes}, state {shape['state']}" if "state" in shape else sizes

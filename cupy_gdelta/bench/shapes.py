@@ -33,6 +33,12 @@ class Shape:
     dtype: str
     layout: str = field(default="", kw_only=True)  # one of LAYOUTS; else dense and contiguous
     data: str = field(default="", kw_only=True)  # one of DATA; else as ``make`` says
+    Hq: int = field(default=0, kw_only=True)  # heads of q and k, where they are fewer than H
+
+    @property
+    def queries(self) -> int:
+        """Heads of q and k."""
+        return self.Hq or self.H
 
     @property
     def text(self) -> str:
@@ -45,9 +51,9 @@ class Shape:
     @property
     def moved(self) -> int:
         """Bytes of q, k, v, gate and beta read once and y written once."""
-        heads = self.B * self.T * self.H
-        once = 2 * (self.K + self.V) * ITEMSIZE[self.dtype] + 2 * ITEMSIZE[self.wide]
-        return heads * once
+        item, wide = ITEMSIZE[self.dtype], ITEMSIZE[self.wide]
+        token = 2 * self.queries * self.K * item + self.H * 2 * (self.V * item + wide)
+        return self.B * self.T * token
 
     @property
     def moved_backward(self) -> int:
@@ -83,10 +89,15 @@ NAMED = {
         Shape("d64_sliced", 8, 4096, 16, 64, 64, "bfloat16", layout="sliced"),
         Shape("d128_alike", 2, 8192, 16, 128, 128, "bfloat16", data="alike"),
         Shape("d128_lasting", 2, 8192, 16, 128, 128, "bfloat16", data="lasting"),
+        Shape("grouped8k", 1, 8192, 32, 128, 128, "bfloat16", Hq=16),
+        Shape("grouped32k", 1, 32768, 32, 128, 128, "bfloat16", Hq=16),
+        Shape("grouped4x8k", 4, 8192, 64, 128, 128, "bfloat16", Hq=16),
     )
 }
 USUAL = tuple(
-    shape for shape in NAMED.values() if not (shape.layout or shape.data or shape.name == "even")
+    shape
+    for shape in NAMED.values()
+    if not (shape.layout or shape.data or shape.Hq or shape.name == "even")
 )
 
 
@@ -115,7 +126,7 @@ class Inputs:
 
     rule: str
     shape: Shape
-    q: Any  # [B, T, H, K], like k
+    q: Any  # [B, T, Hq, K], like k
     k: Any
     v: Any  # [B, T, H, V]
     gate: Any  # [B, T, H], like beta
@@ -142,6 +153,12 @@ class Inputs:
     def log_gate(self) -> Any:
         return np.log(self.gate)  # which hands a CuPy array to CuPy
 
+    @cached_property
+    def repeated(self) -> tuple[Any, Any]:
+        """q and k with a head for each of v, for those who need it so."""
+        each = self.shape.H // self.shape.queries
+        return (self.q, self.k) if each == 1 else (self.q.repeat(each, 2), self.k.repeat(each, 2))
+
     def values(self, factor: Any) -> Any:
         """v times ``factor`` [B, T, H], rounded to the dtype of v."""
         return (self.v.astype(self.shape.wide) * factor[..., None]).astype(self.v.dtype)
@@ -152,7 +169,8 @@ class Inputs:
         The recurrences are causal and heads independent: y there needs nothing else.
         """
         ends = {(0, 0), (self.shape.B - 1, self.shape.H - 1)}
-        return np.stack([host(x[b, :SAMPLE, h]) for b, h in sorted(ends)])[:, :, None]
+        last = x.shape[2] - 1
+        return np.stack([host(x[b, :SAMPLE, h and last]) for b, h in sorted(ends)])[:, :, None]
 
     @cached_property
     def expected(self) -> np.ndarray:
@@ -192,15 +210,15 @@ def make(rule: str, shape: Shape, seed: int = 0) -> Inputs:
     heads = (shape.B, shape.T, shape.H)
 
     def normal(*size: int) -> Any:
-        return rng.standard_normal((*heads, *size), dtype=wide)
+        return rng.standard_normal((shape.B, shape.T, *size), dtype=wide)
 
-    q = normal(shape.K) * shape.K**-0.5
-    k = normal(shape.K)
+    q = normal(shape.queries, shape.K) * shape.K**-0.5
+    k = normal(shape.queries, shape.K)
     if shape.data == "alike":
         k = 0.3 * k + k[:, :1].copy()
     k /= cupy.sqrt((k * k).sum(-1, keepdims=True))
-    q, k, v = (x.astype(kind(shape.dtype)) for x in (q, k, normal(shape.V)))
-    gate = 1 / (1 + cupy.exp(-(9 if shape.data == "lasting" else 3) - normal()))
+    q, k, v = (x.astype(kind(shape.dtype)) for x in (q, k, normal(shape.H, shape.V)))
+    gate = 1 / (1 + cupy.exp(-(9 if shape.data == "lasting" else 3) - normal(shape.H)))
     arrays = laid_out(shape.layout, q, k, v)
     return Inputs(rule, shape, *arrays, gate, rng.random(heads, dtype=wide))
 
