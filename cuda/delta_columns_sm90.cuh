@@ -33,8 +33,8 @@ struct StateColumns64 {
   // Through afresh: registers are too few to keep what is made of it.
   static __device__ __forceinline__ unsigned thread() { return afresh(threadIdx.x) % kGroup; }
   // Where in a tile this lane finds its columns of v, transposed, and leaves y.
-  static __device__ __forceinline__ unsigned own() {
-    const unsigned t = thread(), lane = t % 32;
+  static __device__ __forceinline__ unsigned own(unsigned t) {
+    const unsigned lane = t % 32;
     return swizzled(lane / 16 * 8 + lane % 8, t / 32 * 2 + lane / 8 % 2);
   }
 
@@ -63,18 +63,18 @@ struct StateColumns64 {
   __device__ __forceinline__ void read_slowly(float (&u)[32], const unsigned short* rows,
                                               float nothing) {
 #pragma unroll
-    for (int i = 0; i < K / 2; i++) s[i] += nothing;
+    for (int two = 0; two < K / 32; two++) {
+      unsigned rounded[2][4];
 #pragma unroll
-    for (int tile = 0; tile < K / 64; tile++) {
-      unsigned rounded[4][4];
+      for (int i = 0; i < 16; i++) s[16 * two + i] += nothing;
       settle(s);
 #pragma unroll
-      for (int i = 0; i < 4; i++) pack_tokens(rounded[i], s + 32 * tile + 8 * i);
-      const unsigned long long right = factor(rows + tile * kTile);
+      for (int i = 0; i < 2; i++) pack_tokens(rounded[i], s + 16 * two + 8 * i);
+      const unsigned long long right = factor(rows + two / 2 * kTile + two % 2 * 32);
       wgmma_begin();
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (tile + i == 0)
+      for (int i = 0; i < 2; i++)
+        if (two + i == 0)
           wgmma_first(u, rounded[0], right);
         else
           wgmma<false>(u, rounded[i], later(right, i * 16));
@@ -91,7 +91,7 @@ struct StateColumns64 {
   __device__ __forceinline__ void find_errors(unsigned (&x)[kBlocks][4], float (&u)[32],
                                               const unsigned short* v,
                                               const TokenWeights& weights) const {
-    v += own();
+    v += own(thread());
     const float *const from_start = pairs(weights.from), *const betas = pairs(weights.beta);
 #pragma unroll
     for (int j = 0; j < kBlocks; j++) {
@@ -149,7 +149,7 @@ struct StateColumns64 {
 
   // Outputs into a tile, tokens down again.
   __device__ __forceinline__ void put_outputs(unsigned short* to, const float (&o)[32]) const {
-    to += own();
+    to += own(__shfl_sync(0xffffffffu, threadIdx.x % kGroup, threadIdx.x % 32));
 #pragma unroll
     for (int j = 0; j < kBlocks; j++) {
       unsigned two[4];

@@ -64,19 +64,20 @@ struct alignas(16) TokenWeights {
   int wild;              // whether products of them may overflow
 };
 
-template <int K>
+template <int K, int kNumPreparers>
 struct Shape {
   static constexpr int kDim = K, kKeyTiles = K / 64;
-  static constexpr int kKeepers = K == 64 ? 1 : 2, kPreparers = K == 64 ? 3 : 1;  // warpgroups
+  static constexpr int kKeepers = K == 64 ? 1 : 2, kPreparers = kNumPreparers;  // warpgroups
   static constexpr int kThreads = (kKeepers + kPreparers) * kGroup;
-  static constexpr int kWeights = K == 64 ? 8 : 4;
-  static constexpr int kColumns = 64 * kKeepers;    // of V
-  static constexpr int kQuery = kKeyTiles * kTile;  // 16-bit numbers
+  static constexpr int kWeights = K == 64 ? 8 : 3 + kPreparers;
+  static constexpr int kRests = K == 64 ? kPreparers : 1;  // of chunks: memory has no room for more
+  static constexpr int kColumns = 64 * kKeepers;           // of V
+  static constexpr int kQuery = kKeyTiles * kTile;         // 16-bit numbers
   static constexpr int kStage = 2 * kQuery + kKeepers * kTile;
   // Of a thread: at first, and by roles, in all no more.
   static constexpr int kRegisters = kThreads == 512 ? 128 : 168;
-  static constexpr int kPrepareRegisters = K == 64 ? 112 : 120;
-  static constexpr int kStateRegisters = K == 64 ? 176 : 192;
+  static constexpr int kPrepareRegisters = K == 64 ? 112 : (kPreparers == 1 ? 120 : 80);
+  static constexpr int kStateRegisters = K == 64 ? 176 : (kPreparers == 1 ? 192 : 176);
 };
 
 // Where a warp, or a keeper's copies, are: at a chunk of an item.
@@ -96,7 +97,7 @@ struct Shared {
   static_assert(S::kWeights >= kStages + S::kPreparers, "weights are made one turn ahead");
   unsigned short stages[kStages][S::kStage];  // q, k, v; y takes the place of v
   PreparedChunk tables[kStages];
-  Rests rests[S::kPreparers];
+  Rests rests[S::kRests];
   TokenDecays decays[S::kPreparers];
   TokenWeights weights[S::kWeights];
   Strain strain[kStages];

@@ -57,12 +57,13 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::subst
 #pragma unroll
     for (int j = 0; j < i; j += 4)
       a[j / 4] = *reinterpret_cast<const float4*>(block + i * kDiagonalRow + j);
-    x[i] = lane % 16 == i ? 1.f : 0.f;
+    float sum = 0;
 #pragma unroll
     for (int j = 0; j < i; j++) {
       const float4& four = a[j / 4];
-      x[i] -= (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) * x[j];
+      sum -= (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) * x[j];
     }
+    x[i] = lane % 16 == i ? 1.f : sum;  // at the end: a sum that begins with it takes a register
   }
 }
 
@@ -107,6 +108,7 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::compl
     add(sum, t2, 2, r - 3);
     finish(t3, sum, 3);
   }
+  meet();
   put_inverse(t0, t1, t2, t3);
 }
 
@@ -115,7 +117,6 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::put_i
     const unsigned (&t0)[4], const unsigned (&t1)[4], const unsigned (&t2)[4],
     const unsigned (&t3)[4]) const {
   const unsigned zeros[4] = {};
-  meet();
 #pragma unroll
   for (int c = 1; c < kBlocks; c++)
     if (c > r) put_block(to().inverse, r, c, zeros);
@@ -162,10 +163,11 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::compl
       for (int i = 0; i < 8; i++) product[i / 4][i % 4] = -product[i / 4][i % 4];
       t[d].set(product);
     }
-  put_inverse(t[0].high, t[1].high, t[2].high, t[3].high);
+  meet();
 #pragma unroll
   for (int d = 0; d < kBlocks; d++)
     if (d <= r) rests().inverse[lower(r, r - d)][lane] = left_as_right_transposed(t[d].low);
+  put_inverse(t[0].high, t[1].high, t[2].high, t[3].high);
 }
 
 template <class S, int kStages, bool kNormalise, bool kPieces>

@@ -12,9 +12,9 @@ __device__ __forceinline__ bool wait_for(const unsigned* count, unsigned times) 
 }
 
 // A warpgroup that keeps 64 columns of the state, has its v copied and leaves its y.
-template <int K, int kStages, bool kPieces>
+template <class S, int kStages, bool kPieces>
 struct Keeper {
-  using S = Shape<K>;
+  static constexpr int K = S::kDim;
   Shared<S, kStages>& shared;
   const CallArgs& a;
   const DeltaPieceArgs& cut;
@@ -65,6 +65,22 @@ struct Keeper {
   __device__ __forceinline__ unsigned short* values(int slot) const {
     return shared.stages[slot] + 2 * S::kQuery + which * kTile;
   }
+  // What belongs to the chunk at hand, found anew wherever registers are too few to keep it.
+  __device__ __forceinline__ const unsigned short* queries() const {
+    return shared.stages[afresh(at) % kStages];
+  }
+  __device__ __forceinline__ unsigned short* outputs() const {  // and v, before
+    return values(afresh(at) % kStages);
+  }
+  __device__ __forceinline__ const TokenWeights& weights() const {
+    return shared.weights[afresh(at) % S::kWeights];
+  }
+  __device__ __forceinline__ const PreparedChunk& tables() const {
+    return shared.tables[afresh(at) % kStages];
+  }
+  __device__ __forceinline__ const Rests& rests() const {
+    return shared.rests[afresh(at) % S::kRests];
+  }
   // The chunk whose v is copied next, and the item at hand.
   __device__ __forceinline__ Cursor& ahead() const {
     return shared.cursors[4 * S::kPreparers + which];
@@ -97,7 +113,7 @@ struct Keeper {
     shared.values[slot][which].wait(parity);
     if (__builtin_expect(shorter(c), 0)) clear_rest(v, left(c));
     if (__builtin_expect(shared.strain[slot].any(), 0))
-      take_carefully(v);
+      take_carefully();
     else
       take(v);
     fence_shared();
@@ -175,47 +191,56 @@ struct Keeper {
   }
 
   // The same with 16 bits of errors and of tables. Registers are too few for all at once.
-  __device__ __forceinline__ void take_carefully(unsigned short* v) {
-    const unsigned short* const q = shared.stages[at % kStages];
-    const unsigned short* const k = q + S::kQuery;
-    const TokenWeights& weights = shared.weights[at % S::kWeights];
-    const PreparedChunk& chunk = shared.tables[at % kStages];
-    const Rests& rests = shared.rests[at % S::kPreparers];
+  __device__ __forceinline__ void take_carefully() {
     unsigned x[kBlocks][4], rest[kBlocks][4];
     {
       float u[32], w[32];
-      state.read_slowly(u, k, 0);
-      state.find_errors(x, u, v, weights);
+      state.read_slowly(u, queries() + S::kQuery, 0);
+      state.find_errors(x, u, outputs(), weights());
       state.pack_rests(rest, u);
+      const unsigned short* const inverse = tables().inverse;
       wgmma_begin();
-      state.template multiply_table<true>(w, x, chunk.inverse);
-      state.template multiply_table<false>(w, rest, chunk.inverse);
+      state.template multiply_table<true>(w, x, inverse);
+      state.template multiply_table<false>(w, rest, inverse);
       wgmma_commit();
       wgmma_wait<0>();
       settle(w);
-      state.multiply_rests(w, x, rests.inverse);
+      state.multiply_rests(w, x, rests().inverse);
       state.pack(x, w);
       state.pack_rests(rest, w);
     }
     refill();
+    sync_threads<kGroup>(barrier());
+    uint4* const away = reinterpret_cast<uint4*>(outputs()) + thread();  // where v was, meanwhile
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++)
+      away[j * kGroup] = {rest[j][0], rest[j][1], rest[j][2], rest[j][3]};
     float o[32];
-    state.read_slowly(o, q, __uint_as_float(cut.zero));
-    state.weigh(o, weights.out);
+    state.read_slowly(o, queries(), __uint_as_float(cut.zero));
+    state.weigh(o, weights().out);
+#pragma unroll
+    for (int j = 0; j < kBlocks; j++) {
+      const uint4 four = away[j * kGroup];
+      rest[j][0] = four.x, rest[j][1] = four.y, rest[j][2] = four.z, rest[j][3] = four.w;
+    }
     settle(o);
+    const unsigned short* const scores = tables().scores;
     wgmma_begin();
-    state.template multiply_table<false>(o, x, chunk.scores);
-    state.template multiply_table<false>(o, rest, chunk.scores);
+    state.template multiply_table<false>(o, x, scores);
+    state.template multiply_table<false>(o, rest, scores);
     wgmma_commit();
+    sync_threads<kGroup>(barrier());
     wgmma_wait<0>();
     settle(o);
-    state.multiply_rests(o, x, rests.scores);
-    state.put_outputs(v, o);
+    state.multiply_rests(o, x, rests().scores);
+    state.put_outputs(outputs(), o);
     float w[32];
     state.unpack(w, x, rest);
-    state.weigh(w, weights.to_end);
+    state.weigh(w, weights().to_end);
     state.pack(x, w);
     state.pack_rests(rest, w);
-    state.decay(weights.whole);
+    state.decay(weights().whole);
+    const unsigned short* const k = queries() + S::kQuery;
     settle(state.s);
     wgmma_begin();
     state.add_keys(x, k);

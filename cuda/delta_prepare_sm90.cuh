@@ -72,10 +72,17 @@ struct Preparer {
   __device__ __forceinline__ Preparer fresh() const {
     return {shared, a, cut, afresh(group), afresh(r), afresh(lane), afresh(at)};
   }
+  // The same through a shuffle, which the assembler does not see through either, where registers
+  // are fewest.
+  __device__ __forceinline__ Preparer anew() const {
+    Preparer same = fresh();
+    if (kNormalise && S::kPrepareRegisters < 112) same.lane = __shfl_sync(0xffffffffu, lane, lane);
+    return same;
+  }
   __device__ __forceinline__ unsigned stage() const { return at % kStages; }
   __device__ __forceinline__ unsigned parity() const { return at / kStages % 2; }
   __device__ __forceinline__ PreparedChunk& to() const { return shared.tables[stage()]; }
-  __device__ __forceinline__ Rests& rests() const { return shared.rests[group]; }
+  __device__ __forceinline__ Rests& rests() const { return shared.rests[at % S::kRests]; }
   __device__ __forceinline__ Strain& strain() const { return shared.strain[stage()]; }
   __device__ __forceinline__ TokenDecays& decays() const { return shared.decays[group]; }
   __device__ __forceinline__ TokenWeights& weights(unsigned chunk) const {
@@ -84,9 +91,9 @@ struct Preparer {
   __device__ __forceinline__ unsigned short* queries() const { return shared.stages[stage()]; }
   __device__ __forceinline__ unsigned short* keys() const { return queries() + S::kQuery; }
   __device__ __forceinline__ void meet() const { sync_threads<kGroup>(group + 1); }
-  // Until nobody reads the rests of this group's last chunk any longer.
+  // Until nobody reads those of the chunk before any longer, which lie at the same place.
   __device__ __forceinline__ void wait_for_rests() const {
-    const unsigned before = at + 2 * kStages - S::kPreparers;
+    const unsigned before = at + 2 * kStages - S::kRests;
     shared.free[before % kStages].wait(before / kStages % 2);
   }
 
@@ -144,25 +151,25 @@ struct Preparer {
     Fetched gate;
     fresh().multiply_tiles(x, keys());
     fresh().move();
-    gate.fetch(a, cursor(), r, lane);
     if (kNormalise) {
       fresh().find_units();
       if (r == 0) fresh().weigh_tokens(at);
       meet();
     }
+    gate.fetch(a, cursor(), r, lane);
     const bool wild = weights(at).wild;
     wgmma_wait<0>();
     settle(x);
     const float squares = fresh().template weigh_row<true>(x);
     if (lane == 0) strain().rows[r] = wild;
     if (!wild && strained(squares) && lane == 0) strain().rows[r] = 1;
+    put_gate(gate);
     if (kAhead) fresh().load(at + 1, q_map, k_map);
     fresh().multiply_tiles(x, queries());
     fresh().invert_diagonal();
     wgmma_wait<0>();
     settle(x);
-    fresh().template weigh_row<false>(x);
-    put_gate(gate);
+    anew().template weigh_row<false>(x);
     meet();
     const bool careful = strain().any();
     if (__builtin_expect(careful, 0)) fresh().make_blocks();
@@ -170,7 +177,7 @@ struct Preparer {
     if (__builtin_expect(careful, 0))
       fresh().complete_carefully(fresh().weights(at).wild);
     else
-      fresh().complete();
+      anew().complete();
     fence_shared();
   }
 
@@ -242,9 +249,8 @@ struct Preparer {
   // The same with what is rounded off, block by block.
   template <bool kErrors>
   __device__ __forceinline__ void make_row(unsigned row, bool wild) const;
-  // x = the rows at hand times keys of block c
-  __device__ __forceinline__ void multiply_block(float (&x)[2][4],
-                                                 const unsigned (&left)[S::kDim / 16][4],
+  // x = 16 rows times keys of block c
+  __device__ __forceinline__ void multiply_block(float (&x)[2][4], const unsigned short* rows,
                                                  unsigned c) const;
 
   // Products of tokens of two blocks times what rows and columns are weighed with.
@@ -275,7 +281,7 @@ struct Preparer {
 
   // From the diagonal to the left: T_rc = -(sum over c < m <= r of T_rm A_mc) T_cc, c = r - d.
   __device__ __forceinline__ void complete() const;
-  // Once nobody reads A any longer. Scratch has been where zeros belong.
+  // Where A was, which nobody may read any longer. Scratch has been where zeros belong.
   __device__ __forceinline__ void put_inverse(const unsigned (&t0)[4], const unsigned (&t1)[4],
                                               const unsigned (&t2)[4],
                                               const unsigned (&t3)[4]) const;

@@ -129,11 +129,6 @@ template <class S, int kStages, bool kNormalise, bool kPieces>
 template <bool kErrors>
 __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::make_row(
     unsigned row, bool wild) const {
-  unsigned left[S::kDim / 16][4];
-  const unsigned short* const from = (kErrors ? keys() : queries()) + row * (kBlock * 64);
-#pragma unroll
-  for (int i = 0; i < S::kDim / 16; i++)
-    ldmatrix_x4(left[i], from + i / 4 * kTile + (swizzled(lane % 16, lane / 16) ^ i % 4 * 16));
   const TokenDecays& d = decays();
   float near[2], far[2];
 #pragma unroll
@@ -146,7 +141,7 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::make_
 #pragma unroll 1
   for (unsigned c = 0; c <= row; c++) {
     float x[2][4];
-    multiply_block(x, left, c);
+    multiply_block(x, (kErrors ? keys() : queries()) + row * (kBlock * 64), c);
     if (c < row) {
       const bool apart = (row ^ c) & 2;
       const float* const col = d.to_end[apart ? 5 : 4] + c * kBlock + lane % 4 * 2;
@@ -178,19 +173,22 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::make_
 
 template <class S, int kStages, bool kNormalise, bool kPieces>
 __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::multiply_block(
-    float (&x)[2][4], const unsigned (&left)[S::kDim / 16][4], unsigned c) const {
-  const unsigned short* const right = keys() + c * (kBlock * 64);
-  const unsigned own = swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    float (&x)[2][4], const unsigned short* rows, unsigned c) const {
+  const unsigned short* columns = keys() + c * (kBlock * 64);
+  const unsigned left = swizzled(lane % 16, lane / 16);
+  const unsigned right = swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   float odd[2][4] = {};
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i / 4][i % 4] = 0;
+#pragma unroll 1
+  for (int i = 0; i < S::kKeyTiles; i++, rows += kTile, columns += kTile) {
 #pragma unroll
-  for (int i = 0; i < S::kDim / 16; i += 4) {
-    unsigned b[4][4];
-#pragma unroll
-    for (int n = 0; n < 4; n++) ldmatrix_x4(b[n], right + i / 4 * kTile + (own ^ n * 16));
-#pragma unroll
-    for (int n = 0; n < 4; n++) multiply(n % 2 ? odd : x, left[i + n], b[n]);
+    for (int n = 0; n < 4; n++) {
+      unsigned a[4], b[4];
+      ldmatrix_x4(a, rows + (left ^ n * 16));
+      ldmatrix_x4(b, columns + (right ^ n * 16));
+      multiply(n % 2 ? odd : x, a, b);
+    }
   }
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i / 4][i % 4] += odd[i / 4][i % 4];

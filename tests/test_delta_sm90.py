@@ -309,7 +309,7 @@ def test_a_tile_knows_the_kernel_s_size(dim):
     nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     tile = keepers.best_tile(1000, 1000, dim, dim, 132, False, plan.SHARED_LIMIT)
     source = loader.source("delta_sm90")
-    source += f"static_assert(sizeof(Shared<Shape<{dim}>, {tile.stages}>) == "
+    source += f"static_assert(sizeof(Shared<Shape<{dim}, {tile.preparers}>, {tile.stages}>) == "
     source += f"{tile.shared_bytes - 1024});\n"
     assert nvrtc.usage(source, [delta_sm90.expression(tile, False)], "sm_90a", loader.OPTIONS)
 

@@ -38,12 +38,20 @@ class KeeperTile:
 
     @property
     def preparers(self) -> int:
-        return 3 if self.K == 64 else 1
+        """Warpgroups that prepare chunks by turns; pieces leave too few registers for two."""
+        if self.K == 64:
+            return 3
+        return 2 if self.pieces == 1 else 1
+
+    @property
+    def rests(self) -> int:
+        """Chunks of much the same keys that are at hand at a time."""
+        return self.preparers if self.K == 64 else 1
 
     @property
     def weights(self) -> int:
         """Chunks whose tokens are weighed at a time."""
-        return 8 if self.K == 64 else 4
+        return 8 if self.K == 64 else 3 + self.preparers
 
     @property
     def threads(self) -> int:
@@ -58,7 +66,7 @@ class KeeperTile:
     def shared_bytes(self) -> int:
         """sizeof(Shared), and what it may take to begin at a multiple of 1024."""
         tiles = self.stages * (2 * self.K // 64 + self.keepers + 2)
-        size = tiles * TILE_BYTES + self.preparers * (REST_BYTES + TOKEN_BYTES)
+        size = tiles * TILE_BYTES + self.rests * REST_BYTES + self.preparers * TOKEN_BYTES
         size += self.weights * WEIGHT_BYTES + self.stages * STRAIN_BYTES
         size += (4 * self.preparers + 2 * self.keepers) * CURSOR_BYTES + 4 * (2 * 32 + 8)
         size += self.keepers * (4 * 2 * 128 + 4)
