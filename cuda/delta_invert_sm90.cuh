@@ -57,13 +57,14 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::subst
 #pragma unroll
     for (int j = 0; j < i; j += 4)
       a[j / 4] = *reinterpret_cast<const float4*>(block + i * kDiagonalRow + j);
-    float sum = 0;
+    const float own = lane % 16 == i ? 1.f : 0.f;
+    float sum = kScarce ? 0.f : own;  // to begin with it takes a register each
 #pragma unroll
     for (int j = 0; j < i; j++) {
       const float4& four = a[j / 4];
       sum -= (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) * x[j];
     }
-    x[i] = lane % 16 == i ? 1.f : sum;  // at the end: a sum that begins with it takes a register
+    x[i] = kScarce && lane % 16 == i ? 1.f : sum;
   }
 }
 

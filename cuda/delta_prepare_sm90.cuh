@@ -44,6 +44,7 @@ struct Preparer {
  private:
   // Whether q and k of a group's next chunk are asked for while it works on one.
   static constexpr bool kAhead = S::kPreparers == 1;
+  static constexpr bool kScarce = S::kPrepareRegisters < 112;  // registers
 
   __device__ __forceinline__ void begin(const TensorMap& q_map, const TensorMap& k_map) const {
     const unsigned done = kPieces ? shared.done : 0;
@@ -76,7 +77,7 @@ struct Preparer {
   // are fewest.
   __device__ __forceinline__ Preparer anew() const {
     Preparer same = fresh();
-    if (kNormalise && S::kPrepareRegisters < 112) same.lane = __shfl_sync(0xffffffffu, lane, lane);
+    if (kNormalise && kScarce) same.lane = __shfl_sync(0xffffffffu, lane, lane);
     return same;
   }
   __device__ __forceinline__ unsigned stage() const { return at % kStages; }
@@ -117,6 +118,16 @@ struct Preparer {
     for (int i = 0; i < S::kKeyTiles; i++) {
       load_tile(q + S::kQuery + i * kTile, k_map, i * 64, at.hq, at.token(), at.b, barrier);
       load_tile(q + i * kTile, q_map, i * 64, at.hq, at.token(), at.b, barrier);
+    }
+  }
+  // On the way to the L2 cache: the stages have no room for q and k of so many chunks ahead.
+  __device__ __forceinline__ void prefetch(const TensorMap& q_map, const TensorMap& k_map) const {
+    const Cursor& at = cursor();
+    if (r > 0 || lane > 0 || at.index < 0) return;
+#pragma unroll 1
+    for (int i = 0; i < S::kKeyTiles; i++) {
+      prefetch_tile(k_map, i * 64, at.hq, at.token(), at.b);
+      prefetch_tile(q_map, i * 64, at.hq, at.token(), at.b);
     }
   }
   // Keys of the next sequence, which may be NaN.
@@ -163,14 +174,16 @@ struct Preparer {
     const float squares = fresh().template weigh_row<true>(x);
     if (lane == 0) strain().rows[r] = wild;
     if (!wild && strained(squares) && lane == 0) strain().rows[r] = 1;
-    put_gate(gate);
+    if (kScarce) put_gate(gate);
     if (kAhead) fresh().load(at + 1, q_map, k_map);
     fresh().multiply_tiles(x, queries());
     fresh().invert_diagonal();
     wgmma_wait<0>();
     settle(x);
     anew().template weigh_row<false>(x);
+    if (!kScarce) put_gate(gate);
     meet();
+    if (kScarce) fresh().prefetch(q_map, k_map);
     const bool careful = strain().any();
     if (__builtin_expect(careful, 0)) fresh().make_blocks();
     if (!kNormalise && r == 0) fresh().weigh_tokens(at + S::kPreparers);
