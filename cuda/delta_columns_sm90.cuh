@@ -66,10 +66,12 @@ struct StateColumns64 {
     for (int two = 0; two < K / 32; two++) {
       unsigned rounded[2][4];
 #pragma unroll
-      for (int i = 0; i < 16; i++) s[16 * two + i] += nothing;
-      settle(s);
+      for (int i = 0; i < 2; i++) {
+        float own[8];
 #pragma unroll
-      for (int i = 0; i < 2; i++) pack_tokens(rounded[i], s + 16 * two + 8 * i);
+        for (int e = 0; e < 8; e++) own[e] = s[16 * two + 8 * i + e] + nothing;
+        pack_tokens(rounded[i], own);
+      }
       const unsigned long long right = factor(rows + two / 2 * kTile + two % 2 * 32);
       wgmma_begin();
 #pragma unroll
@@ -197,6 +199,26 @@ struct StateColumns64 {
 #pragma unroll
       for (int i = 0; i < 8; i++) d[8 * r + i] += sum[i / 4][i % 4];
     }
+  }
+  // u (I + A)^-T, token by token, from blocks of A.
+  static __device__ __forceinline__ void substitute(float (&u)[32], PreparedChunk& chunk,
+                                                    Rests& rests) {
+    const unsigned lane = thread() % 32;
+#pragma unroll
+    for (int b = 0; b < 8; b++)  // of 8 tokens
+#pragma unroll 1
+      for (unsigned t = 0; t < 8; t++) {
+        const unsigned owner = (lane & ~3u) + t / 2, at = (b % 2 * 8 + t) * kBlock + lane % 4 * 2;
+        const float w0 = __shfl_sync(0xffffffffu, t % 2 ? u[4 * b + 1] : u[4 * b], owner);
+        const float w1 = __shfl_sync(0xffffffffu, t % 2 ? u[4 * b + 3] : u[4 * b + 2], owner);
+#pragma unroll
+        for (int c = b; c < 8; c++) {
+          const float2 x = *reinterpret_cast<const float2*>(
+              exact_block(chunk, rests, c / 2, b / 2) + at + c % 2 * 8);
+          u[4 * c] -= x.x * w0, u[4 * c + 1] -= x.y * w0;
+          u[4 * c + 2] -= x.x * w1, u[4 * c + 3] -= x.y * w1;
+        }
+      }
   }
   // S^T += left^T K
   __device__ __forceinline__ void add_keys(const unsigned (&left)[kBlocks][4],

@@ -32,11 +32,22 @@ struct alignas(16) Rests {
   uint4 inverse[kLowerBlocks][32], scores[kLowerBlocks][32];
 };
 
-// Whether keys are much alike, by rows of blocks.
+// A block of A itself, transposed, in place of the inverse and of its rests, where keys are so much
+// alike that an inverse of 16 bits would not do.
+__device__ __forceinline__ float* exact_block(PreparedChunk& chunk, Rests& rests, int r, int c) {
+  constexpr int kSize = kBlock * kBlock, kFirst = kTile / 2 / kSize;
+  const int n = r * (r + 1) / 2 + c;
+  return n < kFirst ? reinterpret_cast<float*>(chunk.inverse) + n * kSize
+                    : reinterpret_cast<float*>(rests.inverse) + (n - kFirst) * kSize;
+}
+
+constexpr int kMuchAlike = 1, kNearlySame = 2;  // keys of a row of blocks, or bits of both
+
+// How much keys are alike, by rows of blocks.
 struct alignas(16) Strain {
   int rows[kBlocks];
 
-  __device__ __forceinline__ bool any() const {
+  __device__ __forceinline__ int any() const {
     const int4 x = *reinterpret_cast<const int4*>(rows);
     return x.x | x.y | x.z | x.w;
   }

@@ -75,12 +75,10 @@ struct Keeper {
   __device__ __forceinline__ const TokenWeights& weights() const {
     return shared.weights[afresh(at) % S::kWeights];
   }
-  __device__ __forceinline__ const PreparedChunk& tables() const {
+  __device__ __forceinline__ PreparedChunk& tables() const {
     return shared.tables[afresh(at) % kStages];
   }
-  __device__ __forceinline__ const Rests& rests() const {
-    return shared.rests[afresh(at) % S::kRests];
-  }
+  __device__ __forceinline__ Rests& rests() const { return shared.rests[afresh(at) % S::kRests]; }
   // The chunk whose v is copied next, and the item at hand.
   __device__ __forceinline__ Cursor& ahead() const {
     return shared.cursors[4 * S::kPreparers + which];
@@ -190,24 +188,30 @@ struct Keeper {
     settle(state.s);
   }
 
-  // The same with 16 bits of errors and of tables. Registers are too few for all at once.
+  // The same with 16 bits of errors and of tables, or A itself for the inverse. Registers are too
+  // few for all at once.
   __device__ __forceinline__ void take_carefully() {
     unsigned x[kBlocks][4], rest[kBlocks][4];
     {
-      float u[32], w[32];
+      float u[32];
       state.read_slowly(u, queries() + S::kQuery, 0);
       state.find_errors(x, u, outputs(), weights());
+      if (shared.strain[afresh(at) % kStages].any() & kNearlySame) {
+        state.substitute(u, tables(), rests());
+      } else {
+        state.pack_rests(rest, u);
+        const unsigned short* const inverse = tables().inverse;
+        settle(u);
+        wgmma_begin();
+        state.template multiply_table<true>(u, x, inverse);
+        state.template multiply_table<false>(u, rest, inverse);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(u);
+        state.multiply_rests(u, x, rests().inverse);
+      }
+      state.pack(x, u);
       state.pack_rests(rest, u);
-      const unsigned short* const inverse = tables().inverse;
-      wgmma_begin();
-      state.template multiply_table<true>(w, x, inverse);
-      state.template multiply_table<false>(w, rest, inverse);
-      wgmma_commit();
-      wgmma_wait<0>();
-      settle(w);
-      state.multiply_rests(w, x, rests().inverse);
-      state.pack(x, w);
-      state.pack_rests(rest, w);
     }
     refill();
     sync_threads<kGroup>(barrier());

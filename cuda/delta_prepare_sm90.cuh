@@ -5,12 +5,16 @@
 //
 // with D_ij = gate_{j+1} ... gate_i. The inverse is found by substitution, in float32 inside blocks
 // of 16 x 16; from block to block products are of numbers with 8 bits, or 16 where keys are much
-// alike. Warp r has the rows of block r. Warp 0, which has the shortest ones, weighs the tokens of
-// the next chunk meanwhile.
+// alike. Where they are nearly the same, and what is once written may never be forgotten, 16 bits
+// of an inverse that does not get smaller from its diagonal on are too few: A is handed on instead,
+// and whoever keeps the state substitutes token by token. Warp r has the rows of block r. Warp 0,
+// which has the shortest ones, weighs the tokens of the next chunk meanwhile.
 #pragma once
 #include "delta_feed_sm90.cuh"
 
 constexpr float kStrained = 24;          // sum of squares of 16 rows of A, from which on they are
+constexpr float kSame = .5f;             // mean square of A, from which on keys are nearly the same
+constexpr float kMostSquares = 1 << 10;  // of a lane, that are counted
 constexpr float kGrowing = 1.0005f;      // that a state may grow by in a token, beside its gate
 constexpr float kStrainSteps = 1 << 10;  // of which sums of squares are counted
 
@@ -172,8 +176,9 @@ struct Preparer {
     wgmma_wait<0>();
     settle(x);
     const float squares = fresh().template weigh_row<true>(x);
-    if (lane == 0) strain().rows[r] = wild;
-    if (!wild && strained(squares) && lane == 0) strain().rows[r] = 1;
+    if (lane == 0) strain().rows[r] = wild ? kMuchAlike : 0;
+    const int alike = how_much_alike(squares);
+    if (!wild && lane == 0) strain().rows[r] = alike;
     if (kScarce) put_gate(gate);
     if (kAhead) fresh().load(at + 1, q_map, k_map);
     fresh().multiply_tiles(x, queries());
@@ -184,23 +189,23 @@ struct Preparer {
     if (!kScarce) put_gate(gate);
     meet();
     if (kScarce) fresh().prefetch(q_map, k_map);
-    const bool careful = strain().any();
-    if (__builtin_expect(careful, 0)) fresh().make_blocks();
+    const int careful = strain().any();
+    if (__builtin_expect(careful, 0)) fresh().make_blocks(careful & kNearlySame);
     if (!kNormalise && r == 0) fresh().weigh_tokens(at + S::kPreparers);
-    if (__builtin_expect(careful, 0))
-      fresh().complete_carefully(fresh().weights(at).wild);
-    else
+    if (__builtin_expect(careful == 0, 1))
       anew().complete();
+    else if (!(careful & kNearlySame))
+      fresh().complete_carefully(fresh().weights(at).wild);
     fence_shared();
   }
 
-  // Once more, with what is rounded off.
-  __device__ __forceinline__ void make_blocks() const {
+  // Once more, with what is rounded off; A itself where keys are nearly the same.
+  __device__ __forceinline__ void make_blocks(bool exact) const {
     const bool wild = weights(at).wild;
     wait_for_rests();
-    fresh().template make_row<true>(r, wild);
-    fresh().invert_carefully(wild);
-    fresh().template make_row<false>(kBlocks - 1 - r, wild);
+    fresh().template make_row<true>(r, wild, exact);
+    if (!exact) fresh().invert_carefully(wild);
+    fresh().template make_row<false>(kBlocks - 1 - r, wild, exact);
     meet();
   }
 
@@ -261,7 +266,7 @@ struct Preparer {
 
   // The same with what is rounded off, block by block.
   template <bool kErrors>
-  __device__ __forceinline__ void make_row(unsigned row, bool wild) const;
+  __device__ __forceinline__ void make_row(unsigned row, bool wild, bool exact) const;
   // x = 16 rows times keys of block c
   __device__ __forceinline__ void multiply_block(float (&x)[2][4], const unsigned short* rows,
                                                  unsigned c) const;
@@ -274,10 +279,13 @@ struct Preparer {
   // multiplied away.
   template <bool kWild, bool kErrors>
   __device__ __forceinline__ void weigh_diagonal(float (&x)[2][4], unsigned row) const;
-  // Whether rows of A are long.
-  static __device__ __forceinline__ bool strained(float squares) {
-    const int steps = static_cast<int>(fminf(squares, 2 * kStrained) * kStrainSteps);
-    return __reduce_add_sync(0xffffffffu, steps) > static_cast<int>(kStrained * kStrainSteps);
+  // By the sum of squares of this warp's rows of A.
+  __device__ __forceinline__ int how_much_alike(float squares) const {
+    const int steps = static_cast<int>(fminf(squares, kMostSquares) * kStrainSteps);
+    const int all = __reduce_add_sync(0xffffffffu, steps);
+    const int numbers = kBlock * (kBlock - 1) / 2 + r * kBlock * kBlock;
+    if (all > numbers * static_cast<int>(kSame * kStrainSteps)) return kNearlySame;
+    return all > static_cast<int>(kStrained * kStrainSteps) ? kMuchAlike : 0;
   }
 
   // (I + A)^-1 of the block on the diagonal.

@@ -128,7 +128,7 @@ __device__ __forceinline__ float Preparer<S, kStages, kNormalise, kPieces>::weig
 template <class S, int kStages, bool kNormalise, bool kPieces>
 template <bool kErrors>
 __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::make_row(
-    unsigned row, bool wild) const {
+    unsigned row, bool wild, bool exact) const {
   const TokenDecays& d = decays();
   float near[2], far[2];
 #pragma unroll
@@ -154,6 +154,13 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::make_
       weigh_diagonal<true, kErrors>(x, row);
     } else {
       weigh_diagonal<false, kErrors>(x, row);
+    }
+    if (kErrors && exact) {
+      float* const block = exact_block(to(), rests(), row, c) + lane % 4 * 32 + lane / 4;
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        block[(i / 4 * 8 + i % 2) * kBlock + i / 2 % 2 * 8] = x[i / 4][i % 4];
+      continue;
     }
     if (kErrors && c == row) {
       put_diagonal(x, row);

@@ -183,10 +183,11 @@ def test_what_gates_forget_is_only_left_out_where_it_is_nothing(dim, past, kerne
 
 
 REPEATED = Case(64, 64, T=300, H=1, Hq=1)
+TURNED = Case(128, 64, T=600, H=1, Hq=1)
 
 
 @needs_compiler
-@pytest.mark.parametrize("gate", [0.9995, -0.9995])
+@pytest.mark.parametrize("gate", [0.9995, -0.9995, 1.0])
 @pytest.mark.parametrize("beta", [1.0, 2.0, 0.5, -5e-4])
 def test_one_key_again_and_again(beta, gate, kernels, rng):
     """Writes nearly cancel, all of them, and what outputs are made of does so too."""
@@ -198,6 +199,36 @@ def test_one_key_again_and_again(beta, gate, kernels, rng):
     expected = REFERENCE["delta"](**{n: host(a) for n, a in x.items()})
     for got, want, name in zip((y, state), expected, ("y", "state"), strict=True):
         assert_close(got, want, accuracy.CORRELATED["delta", "bfloat16"], name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gate", [1.0, -1.0])
+@pytest.mark.parametrize("keys", [1, 2, 4, 8])
+def test_keys_that_are_turned_round_again_and_again(keys, gate, kernels, rng):
+    """With beta = 2 nothing is ever forgotten; rounded keys are not of length 1 to the last bit."""
+    x = repeated_keys(rng, keys, gate, Family("numpy"))
+    expected = REFERENCE["delta"](**{n: host(a) for n, a in x.items()})
+    got = on_this_cpu(kernels, TURNED, x)
+    for a, want, name in zip(got, expected, ("y", "state"), strict=True):
+        assert_close(a, want, accuracy.TOLERANCE["delta", "bfloat16"], name)
+
+
+def repeated_keys(rng, keys: int, gate: float, family: Family) -> dict:
+    x = accuracy.inputs(rng, T=TURNED.T, K=TURNED.K, V=TURNED.V, H=1, gate="one")
+    own = np.linalg.qr(rng.standard_normal((TURNED.K, keys)))[0].T
+    x["k"][0, :, 0] = own[np.arange(TURNED.T) % keys]
+    x["beta"][...], x["gate"][...] = 2, gate
+    return family.arrays(x, "bfloat16")
+
+
+@hopper
+@pytest.mark.parametrize("gate", [1.0, -1.0])
+@pytest.mark.parametrize("keys", [1, 2, 4, 8])
+def test_keys_that_are_turned_round_again_and_again_on_a_gpu(keys, gate, rng):
+    x = repeated_keys(rng, keys, gate, Family("cupy"))
+    expected = REFERENCE["delta"](**{n: host(a) for n, a in x.items()})
+    for a, want, name in zip(launch(TURNED, x), expected, ("y", "state"), strict=True):
+        assert_close(a, want, accuracy.TOLERANCE["delta", "bfloat16"], name)
 
 
 @needs_compiler
@@ -237,10 +268,12 @@ def planted_cases() -> list[tuple[Case, dict]]:
     cases = [Case(64, 64, T=1000, H=1, Hq=1, options=unit), Case(128, 64, T=500, H=2)]
     found = [(case, random_inputs(case, rng, Family("numpy"))) for case in cases]
     alike = Case(128, 64, T=600, H=1, Hq=1, gate="0.9995")
-    x = random_inputs(alike, rng, Family("numpy"))
-    x["k"][...] = x["k"][:, :1]
-    x["beta"][...] = 1.5
-    return [*found, (alike, x)]
+    for beta in (0.5, 1.5):  # keys that are much alike, and nearly the same
+        x = random_inputs(alike, rng, Family("numpy"))
+        x["k"][...] = x["k"][:, :1]
+        x["beta"][...] = beta
+        found.append((alike, x))
+    return found
 
 
 @pytest.mark.slow
