@@ -200,26 +200,6 @@ struct StateColumns64 {
       for (int i = 0; i < 8; i++) d[8 * r + i] += sum[i / 4][i % 4];
     }
   }
-  // u (I + A)^-T, token by token, from blocks of A.
-  static __device__ __forceinline__ void substitute(float (&u)[32], PreparedChunk& chunk,
-                                                    Rests& rests) {
-    const unsigned lane = thread() % 32;
-#pragma unroll
-    for (int b = 0; b < 8; b++)  // of 8 tokens
-#pragma unroll 1
-      for (unsigned t = 0; t < 8; t++) {
-        const unsigned owner = (lane & ~3u) + t / 2, at = (b % 2 * 8 + t) * kBlock + lane % 4 * 2;
-        const float w0 = __shfl_sync(0xffffffffu, t % 2 ? u[4 * b + 1] : u[4 * b], owner);
-        const float w1 = __shfl_sync(0xffffffffu, t % 2 ? u[4 * b + 3] : u[4 * b + 2], owner);
-#pragma unroll
-        for (int c = b; c < 8; c++) {
-          const float2 x = *reinterpret_cast<const float2*>(
-              exact_block(chunk, rests, c / 2, b / 2) + at + c % 2 * 8);
-          u[4 * c] -= x.x * w0, u[4 * c + 1] -= x.y * w0;
-          u[4 * c + 2] -= x.x * w1, u[4 * c + 3] -= x.y * w1;
-        }
-      }
-  }
   // S^T += left^T K
   __device__ __forceinline__ void add_keys(const unsigned (&left)[kBlocks][4],
                                            const unsigned short* k) {

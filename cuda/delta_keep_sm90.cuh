@@ -197,7 +197,9 @@ struct Keeper {
       state.read_slowly(u, queries() + S::kQuery, 0);
       state.find_errors(x, u, outputs(), weights());
       if (shared.strain[afresh(at) % kStages].any() & kNearlySame) {
-        state.substitute(u, tables(), rests());
+        ::substitute([&](int i) -> float& { return u[i]; },
+                     [&](int r, int c) { return exact_block(tables(), rests(), r, c); },
+                     thread() % 32);
       } else {
         state.pack_rests(rest, u);
         const unsigned short* const inverse = tables().inverse;

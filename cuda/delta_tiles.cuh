@@ -54,7 +54,6 @@ struct StateColumns {
   __device__ __forceinline__ void find_writes(Columns& w, const unsigned short* v,
                                               const ChunkTables& tables, const Weights& weights,
                                               int lane) const {
-    Split errors[kBlocks];
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
       unsigned vt[4];
@@ -72,8 +71,15 @@ struct StateColumns {
           two[1] = beta.y * (bfloat16_bits_to_float(x >> 16) - from.y * two[1]);
         }
       }
-      errors[b].template set<kExact>(w[b]);
     }
+    if (kExact && tables.same(weights.decay.wild)) {
+      substitute([&](int i) -> float& { return w[i / 8][i / 4 % 2][i % 4]; },
+                 [&](int r, int c) { return tables.exact(r, c); }, lane);
+      return;
+    }
+    Split errors[kBlocks];
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) errors[b].template set<kExact>(w[b]);
     zero(w);
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {

@@ -28,10 +28,41 @@ struct alignas(16) ChunkTables {
   float strain[kBlocks];                     // sums of squares of A
 
   // Whether keys are so much alike that writes nearly cancel, which takes more digits of them.
-  __device__ __forceinline__ bool strained() const {
-    return strain[0] + strain[1] + strain[2] + strain[3] > 2.f * kChunk;
+  __device__ __forceinline__ bool strained() const { return squares() > 2.f * kChunk; }
+  // Whether they are nearly the same, and an inverse of 16 bits does not do: A is in its place.
+  __device__ __forceinline__ bool same(bool wild) const {
+    return !wild && squares() > .25f * kChunk * (kChunk - 1);
+  }
+  __device__ __forceinline__ float squares() const {
+    return strain[0] + strain[1] + strain[2] + strain[3];
+  }
+  // Block (r, c) of A, transposed.
+  __device__ __forceinline__ float* exact(int r, int c) const {
+    static_assert(sizeof(inverse) + sizeof(inverse_rest) == kLowerBlocks * kBlock * kBlock * 4);
+    return const_cast<float*>(reinterpret_cast<const float*>(inverse)) +
+           lower(r, c) * (kBlock * kBlock);
   }
 };
+
+// x (I + A)^-T, token by token; x(i) is at token i / 4 * 8 + lane % 4 * 2 + i % 2 of column
+// i / 2 % 2, block(r, c) a block of A, transposed.
+template <class Numbers, class Block>
+__device__ __forceinline__ void substitute(Numbers x, Block block, unsigned lane) {
+#pragma unroll
+  for (int b = 0; b < kChunk / 8; b++)
+#pragma unroll 1
+    for (unsigned t = 0; t < 8; t++) {
+      const unsigned owner = (lane & ~3u) + t / 2, at = (b % 2 * 8 + t) * kBlock + lane % 4 * 2;
+      const float w0 = __shfl_sync(0xffffffffu, t % 2 ? x(4 * b + 1) : x(4 * b), owner);
+      const float w1 = __shfl_sync(0xffffffffu, t % 2 ? x(4 * b + 3) : x(4 * b + 2), owner);
+#pragma unroll
+      for (int c = b; c < kChunk / 8; c++) {
+        const float2 a = *reinterpret_cast<const float2*>(block(c / 2, b / 2) + at + c % 2 * 8);
+        x(4 * c) -= a.x * w0, x(4 * c + 1) -= a.y * w0;
+        x(4 * c + 2) -= a.x * w1, x(4 * c + 3) -= a.y * w1;
+      }
+    }
+}
 
 // Blocks on their way between the four warps, as right factors: of A below the diagonal, inverses
 // of I + A on it.
@@ -72,6 +103,14 @@ struct BlockRow {
       put(bench, c, a);
     }
     sync_threads<32 * kInverters>(kInverseBarrier);
+    if (__builtin_expect(tables.same(weights.decay.wild), 0)) {
+#pragma unroll
+      for (int c = 0; c <= r; c++)
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+          tables.exact(r, c)[col(i / 4, i % 4) * kBlock + row(i % 4)] = kk[c][i / 4][i % 4];
+      return;
+    }
     complete(inverse, bench, weights.decay.wild);
 #pragma unroll
     for (int c = 0; c <= r; c++) {

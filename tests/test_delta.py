@@ -175,6 +175,32 @@ def test_one_key_again_and_again(beta, rng):
     assert_close(y, expected, accuracy.TOLERANCE["delta", "bfloat16"], "y")
 
 
+def repeated_keys(
+    case: Case, rng: np.random.Generator, keys: int, gate: float, family: Family
+) -> tuple[dict, tuple]:
+    """The same few keys by turns, all written twice over: nothing is ever forgotten."""
+    x = accuracy.inputs(rng, T=case.T, K=case.K, V=case.V, H=1, gate="one")
+    own = np.linalg.qr(rng.standard_normal((case.K, keys)))[0].T
+    x["k"][0, :, 0] = own[np.arange(case.T) % keys]
+    x["beta"][...], x["gate"][...] = 2, gate
+    x = family.arrays(x, "bfloat16")
+    return x, reference.gated_delta_rule(**{n: host(a) for n, a in x.items()})
+
+
+TURNED = Case(64, 16, T=600, H=1, Hq=1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gate", [1.0, -1.0])
+@pytest.mark.parametrize("keys", [1, 2, 4])
+def test_keys_that_are_turned_round_again_and_again(keys, gate, rng):
+    """Rounded, they are not of length 1 to the last bit."""
+    x, expected = repeated_keys(TURNED, rng, keys, gate, Family("numpy"))
+    got = run_on_host(simt.Kernels(SOURCE, [TURNED.expression]), TURNED, x)
+    for a, want, name in zip(got, expected, ("y", "state"), strict=True):
+        assert_close(a, want, accuracy.TOLERANCE["delta", "bfloat16"], name)
+
+
 WILD_CASE = Case(16, 64, T=100, H=1, Hq=1)
 
 
