@@ -255,7 +255,11 @@ def planted_cases() -> list[tuple[Case, dict]]:
     """Several chunks an item and items a block, of random keys and of much the same ones."""
     rng = np.random.default_rng(5)
     unit = UNIT | {"cu_seqlens": [0, 390, 1000]}
-    cases = [Case(64, 64, T=1000, H=1, Hq=1, options=unit), Case(128, 64, T=500, H=2)]
+    cases = [
+        Case(64, 64, T=1000, H=1, Hq=1, options=unit),
+        Case(128, 64, T=500, H=2),
+        Case(128, 64, T=1000, H=1, Hq=1, pieces=2, gate="0.2"),  # with one preparer
+    ]
     found = [(case, random_inputs(case, rng, Family("numpy"))) for case in cases]
     alike = Case(128, 64, T=600, H=1, Hq=1, gate="0.9995")
     for beta in (0.5, 1.5):  # keys that are much alike, and nearly the same
