@@ -75,20 +75,19 @@ struct alignas(16) TokenWeights {
   int wild;              // whether products of them may overflow
 };
 
-template <int K, int kNumPreparers>
+template <int K>
 struct Shape {
   static constexpr int kDim = K, kKeyTiles = K / 64;
-  static constexpr int kKeepers = K == 64 ? 1 : 2, kPreparers = kNumPreparers;  // warpgroups
+  static constexpr int kKeepers = K / 64, kPreparers = 4 - kKeepers;  // warpgroups
   static constexpr int kThreads = (kKeepers + kPreparers) * kGroup;
-  static constexpr int kWeights = K == 64 ? 8 : 3 + kPreparers;
+  static constexpr int kWeights = K == 64 ? 8 : 5;
   static constexpr int kRests = K == 64 ? kPreparers : 1;  // of chunks: memory has no room for more
   static constexpr int kColumns = 64 * kKeepers;           // of V
   static constexpr int kQuery = kKeyTiles * kTile;         // 16-bit numbers
   static constexpr int kStage = 2 * kQuery + kKeepers * kTile;
   // Of a thread: at first, and by roles, in all no more.
-  static constexpr int kRegisters = kThreads == 512 ? 128 : 168;
-  static constexpr int kPrepareRegisters = K == 64 ? 112 : (kPreparers == 1 ? 120 : 80);
-  static constexpr int kStateRegisters = K == 64 ? 176 : (kPreparers == 1 ? 192 : 176);
+  static constexpr int kRegisters = 128, kStateRegisters = 176;
+  static constexpr int kPrepareRegisters = K == 64 ? 112 : 80;
 };
 
 // Where a warp, or a keeper's copies, are: at a chunk of an item.
@@ -259,13 +258,14 @@ __device__ __forceinline__ void advance(Cursor& at, const CallArgs& a, const Del
     open(at, a, cut, warm);
   }
 }
-__device__ __forceinline__ Cursor first_cursor(const CallArgs& a, const DeltaPieceArgs& cut,
-                                               int warm, int ahead) {
-  Cursor at;
-  at.index = block_index(), at.chunk = 0;
-  open(at, a, cut, warm);
-  advance(at, a, cut, warm, ahead);
-  return at;
+__device__ __forceinline__ void set_cursor(Cursor& at, const CallArgs& a, const DeltaPieceArgs& cut,
+                                           int warm, int ahead) {
+  at.index = block_index(), at.chunk = ahead;
+#pragma unroll 1
+  for (;; at.chunk -= at.chunks, at.index += gridDim.x) {
+    open(at, a, cut, warm);
+    if (at.index < 0 || at.chunk < at.chunks) break;
+  }
 }
 
 // A gate or, in the second half of a warp, a beta of one of 16 tokens, as it is stored, on its way.

@@ -26,14 +26,14 @@ struct Keeper {
   __device__ __forceinline__ Keeper(Shared<S, kStages>& memory, const CallArgs& call,
                                     const DeltaPieceArgs& pieces, const TensorMap& v,
                                     const TensorMap& y, int w)
-      : shared(memory), a(call), cut(pieces), v_map(v), y_map(y), which(w) {
-    begin_copies();
-  }
+      : shared(memory), a(call), cut(pieces), v_map(v), y_map(y), which(w) {}
   static __device__ __forceinline__ unsigned thread() { return StateColumns64<K>::thread(); }
   // All chunks of all items of the block.
   __device__ __forceinline__ void walk() {
+    if (!kPieces) begin_copies();
 #pragma unroll 1
     for (int next = block_index();; next = now().index + (kPieces ? 0 : gridDim.x)) {
+      if (kPieces) begin_copies();
       begin(next);
       if (now().index < 0) break;
 #pragma unroll 1
@@ -51,7 +51,7 @@ struct Keeper {
  private:
   __device__ __forceinline__ void begin_copies() {
     if (thread() > 0) return;
-    ahead() = first_cursor(a, cut, warm(), 0);
+    set_cursor(ahead(), a, cut, warm(), 0);
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; i++)
       load_values(kPieces ? (at + i) % kStages : i), move_ahead();
@@ -412,7 +412,6 @@ struct Keeper {
     }
     if (!once_more(shared)) return false;
     if (thread() == 0) wait_stores();
-    begin_copies();
     return true;
   }
 };

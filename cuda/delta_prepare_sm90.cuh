@@ -30,30 +30,28 @@ struct Preparer {
   // Makes the tables of its chunks.
   __device__ __forceinline__ void walk(const TensorMap& q_map, const TensorMap& k_map) {
 #pragma unroll 1
-    for (int pass = 0;; pass++) {
-      fresh().begin(q_map, k_map);
+    for (;;) {
+      fresh().begin();
 #pragma unroll 1
       for (; cursor().index >= 0; at += S::kPreparers) {
-        if (!kAhead) fresh().load(at, q_map, k_map);
+        fresh().load(q_map, k_map);
         shared.loaded[stage()].wait(parity());
         fresh().clear_rest();
-        fresh().make(q_map, k_map);
+        fresh().make();
         __syncwarp();
         if (lane == 0) shared.prepared[stage()].arrive();
       }
-      if (!kPieces || pass > 0 || !once_more(shared)) break;
+      if (!kPieces || shared.again || !once_more(shared)) break;
     }
   }
 
  private:
-  // Whether q and k of a group's next chunk are asked for while it works on one.
-  static constexpr bool kAhead = S::kPreparers == 1;
   static constexpr bool kScarce = S::kPrepareRegisters < 112;  // registers
 
-  __device__ __forceinline__ void begin(const TensorMap& q_map, const TensorMap& k_map) const {
+  __device__ __forceinline__ void begin() const {
     const unsigned done = kPieces ? shared.done : 0;
     __syncwarp();
-    if (lane == 0) cursor() = first_cursor(a, cut, warm(), at - done);
+    if (lane == 0) set_cursor(cursor(), a, cut, warm(), at - done);
     __syncwarp();
     Fetched gate;
     gate.fetch(a, cursor(), r, lane);
@@ -63,7 +61,6 @@ struct Preparer {
       if (r == 0) fresh().weigh_tokens(at);
       meet();
     }
-    if (kAhead) fresh().load(at, q_map, k_map);
   }
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
   __device__ __forceinline__ Cursor& cursor() const { return shared.cursors[4 * group + r]; }
@@ -81,7 +78,7 @@ struct Preparer {
   // are fewest.
   __device__ __forceinline__ Preparer anew() const {
     Preparer same = fresh();
-    if (kNormalise && kScarce) same.lane = __shfl_sync(0xffffffffu, lane, lane);
+    if (kScarce) same.lane = __shfl_sync(0xffffffffu, lane, lane);
     return same;
   }
   __device__ __forceinline__ unsigned stage() const { return at % kStages; }
@@ -108,30 +105,16 @@ struct Preparer {
     to[r * kBlock + lane % 16] = gate.value(a, lane);
   }
   // Has q and k copied of the chunk at the cursor, by warp 0, once nobody reads what was there.
-  __device__ __forceinline__ void load(unsigned chunk, const TensorMap& q_map,
-                                       const TensorMap& k_map) const {
+  __device__ __forceinline__ void load(const TensorMap& q_map, const TensorMap& k_map) const {
     const Cursor& at = cursor();
-    const unsigned slot = chunk % kStages;
-    Barrier& barrier = shared.loaded[slot];
-    if (!kAhead) shared.free[slot].wait(chunk / kStages % 2 ^ 1);
-    if (r > 0 || lane > 0 || at.index < 0) return;
-    if (kAhead) shared.free[slot].wait(chunk / kStages % 2 ^ 1);
+    Barrier& barrier = shared.loaded[stage()];
+    shared.free[stage()].wait(parity() ^ 1);
+    if (r > 0 || lane > 0) return;
     barrier.arrive_and_expect(2 * 2 * S::kQuery);
-    unsigned short* const q = shared.stages[slot];
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++) {
-      load_tile(q + S::kQuery + i * kTile, k_map, i * 64, at.hq, at.token(), at.b, barrier);
-      load_tile(q + i * kTile, q_map, i * 64, at.hq, at.token(), at.b, barrier);
-    }
-  }
-  // On the way to the L2 cache: the stages have no room for q and k of so many chunks ahead.
-  __device__ __forceinline__ void prefetch(const TensorMap& q_map, const TensorMap& k_map) const {
-    const Cursor& at = cursor();
-    if (r > 0 || lane > 0 || at.index < 0) return;
-#pragma unroll 1
-    for (int i = 0; i < S::kKeyTiles; i++) {
-      prefetch_tile(k_map, i * 64, at.hq, at.token(), at.b);
-      prefetch_tile(q_map, i * 64, at.hq, at.token(), at.b);
+      load_tile(keys() + i * kTile, k_map, i * 64, at.hq, at.token(), at.b, barrier);
+      load_tile(queries() + i * kTile, q_map, i * 64, at.hq, at.token(), at.b, barrier);
     }
   }
   // Keys of the next sequence, which may be NaN.
@@ -161,7 +144,7 @@ struct Preparer {
   }
 
   // If keys are much alike, all of it once more, with 16 bits of each number.
-  __device__ __forceinline__ void make(const TensorMap& q_map, const TensorMap& k_map) const {
+  __device__ __forceinline__ void make() const {
     float x[32];
     Fetched gate;
     fresh().multiply_tiles(x, keys());
@@ -180,7 +163,6 @@ struct Preparer {
     const int alike = how_much_alike(squares);
     if (!wild && lane == 0) strain().rows[r] = alike;
     if (kScarce) put_gate(gate);
-    if (kAhead) fresh().load(at + 1, q_map, k_map);
     fresh().multiply_tiles(x, queries());
     fresh().invert_diagonal();
     wgmma_wait<0>();
@@ -188,7 +170,6 @@ struct Preparer {
     anew().template weigh_row<false>(x);
     if (!kScarce) put_gate(gate);
     meet();
-    if (kScarce) fresh().prefetch(q_map, k_map);
     const int careful = strain().any();
     if (__builtin_expect(careful, 0)) fresh().make_blocks(careful & kNearlySame);
     if (!kNormalise && r == 0) fresh().weigh_tokens(at + S::kPreparers);

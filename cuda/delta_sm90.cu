@@ -20,13 +20,13 @@
 #include "delta_weigh_sm90.cuh"
 
 // grid: any number of blocks, or as many as there are items where sequences are cut. block:
-// Shape<K, kPreparers>::kThreads.
-template <int K, int kPreparers, int kStages, bool kPieces, bool kNormalise>
-__global__ void __launch_bounds__(Shape<K, kPreparers>::kThreads, 1)
+// Shape<K>::kThreads.
+template <int K, int kStages, bool kPieces, bool kNormalise>
+__global__ void __launch_bounds__(Shape<K>::kThreads, 1)
     delta(const CallArgs a, const DeltaPieceArgs cut, const __grid_constant__ TensorMap q_map,
           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
           const __grid_constant__ TensorMap y_map) {
-  using S = Shape<K, kPreparers>;
+  using S = Shape<K>;
   static_assert(K % 64 == 0, "keys fill whole tiles");
   DYNAMIC_SHARED(unsigned char, raw);
   // Through afresh: if the compiler knew the alignment, it would keep addresses ready and spill.

@@ -239,7 +239,7 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::weigh
       float& p = x[n][2 * n + e];
       const float in = j < i ? times<kWild>(by[n], d.in[level][t + 8 * n + i]) : by[n];
       const float w = times<kWild>(in, d.to_end[level][t + 8 * n + j]);
-      if (kErrors && i == j && !(fabsf(1 - w * p) <= kGrowing))
+      if (kPieces && kErrors && i == j && !(fabsf(1 - w * p) <= kGrowing))
         shared.grows[static_cast<int>(at) >= warm()] = 1;
       p = j < i + !kErrors ? times<kWild>(w, p) : 0.f;
     }

@@ -273,12 +273,6 @@ __device__ __forceinline__ void load_tile(void* to, const TensorMap& map, int co
       "l"(&map), "r"(shared_address(&barrier)), "r"(col), "r"(h), "r"(t), "r"(b)
       : "memory");
 }
-// The same no further than the L2 cache, for a copy to come.
-__device__ __forceinline__ void prefetch_tile(const TensorMap& map, int col, int h, int t, int b) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map),
-               "r"(col), "r"(h), "r"(t), "r"(b)
-               : "memory");
-}
 // The other way; what lies outside the array is not written.
 __device__ __forceinline__ void store_tile(const TensorMap& map, const void* from, int col, int h,
                                            int t, int b) {

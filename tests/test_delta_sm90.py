@@ -258,7 +258,7 @@ def planted_cases() -> list[tuple[Case, dict]]:
     cases = [
         Case(64, 64, T=1000, H=1, Hq=1, options=unit),
         Case(128, 64, T=500, H=2),
-        Case(128, 64, T=1000, H=1, Hq=1, pieces=2, gate="0.2"),  # with one preparer
+        Case(128, 64, T=1000, H=1, Hq=1, pieces=2, gate="0.2"),
     ]
     found = [(case, random_inputs(case, rng, Family("numpy"))) for case in cases]
     alike = Case(128, 64, T=600, H=1, Hq=1, gate="0.9995")
@@ -336,7 +336,7 @@ def test_a_tile_knows_the_kernel_s_size(dim):
     nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     tile = keepers.best_tile(1000, 1000, dim, dim, 132, False, plan.SHARED_LIMIT)
     source = loader.source("delta_sm90")
-    source += f"static_assert(sizeof(Shared<Shape<{dim}, {tile.preparers}>, {tile.stages}>) == "
+    source += f"static_assert(sizeof(Shared<Shape<{dim}>, {tile.stages}>) == "
     source += f"{tile.shared_bytes - 1024});\n"
     assert nvrtc.usage(source, [delta_sm90.expression(tile, False)], "sm_90a", loader.OPTIONS)
 

@@ -23,7 +23,7 @@ PIECES = struct.Struct("=2Q q 6i")  # DeltaPieceArgs of cuda/delta_feed_sm90.cuh
 def expression(tile: KeeperTile, normalise: bool) -> str:
     """The template instantiation for a tile, as NVRTC is asked for it."""
     flags = f"{str(tile.pieces > 1).lower()}, {str(normalise).lower()}"
-    return f"delta<{tile.K}, {tile.preparers}, {tile.stages}, {flags}>"
+    return f"delta<{tile.K}, {tile.stages}, {flags}>"
 
 
 def pieces(p: Problem, tile: KeeperTile, states: int, arrivals: int) -> np.ndarray:

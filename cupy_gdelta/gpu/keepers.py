@@ -38,10 +38,8 @@ class KeeperTile:
 
     @property
     def preparers(self) -> int:
-        """Warpgroups that prepare chunks by turns; pieces leave too few registers for two."""
-        if self.K == 64:
-            return 3
-        return 2 if self.pieces == 1 else 1
+        """Warpgroups that prepare chunks by turns."""
+        return 4 - self.keepers
 
     @property
     def rests(self) -> int:
@@ -51,7 +49,7 @@ class KeeperTile:
     @property
     def weights(self) -> int:
         """Chunks whose tokens are weighed at a time."""
-        return 8 if self.K == 64 else 3 + self.preparers
+        return 8 if self.K == 64 else 5
 
     @property
     def threads(self) -> int:

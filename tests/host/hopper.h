@@ -164,7 +164,6 @@ inline void load_tile(void* to, const TensorMap& map, int col, int h, int t, int
   hopper::copies()[&barrier].push_back(copy);
 #endif
 }
-inline void prefetch_tile(const TensorMap&, int, int, int, int) {}
 inline void store_tile(const TensorMap& map, const void* from, int col, int h, int t, int b) {
   hopper::each(const_cast<void*>(from), map, col, h, t, b, [](const auto& x, auto* to) {
     if (to) *to = x;
