@@ -90,7 +90,7 @@ struct Shape {
   static constexpr int kPrepareRegisters = K == 64 ? 112 : 80;
 };
 
-// Where a warp, or a keeper's copies, are: at a chunk of an item.
+// Where a warp is: at a chunk of an item.
 struct alignas(16) Cursor {
   int index;                 // of the item; -1 past the last one
   int chunk, chunks, start;  // the first token
@@ -99,6 +99,17 @@ struct alignas(16) Cursor {
   long long gates, betas;  // addresses of the first ones of the batch entry and head
 
   __device__ __forceinline__ int token() const { return start + chunk * kChunk; }
+};
+
+// Where the outputs of a stage belong.
+struct alignas(16) Place {
+  int token;  // -1: they are there, or there are none
+  int h, b, column_block;
+};
+
+// Tensor maps.
+struct Maps {
+  const TensorMap &q, &k, &v, &y;
 };
 
 // Everything in shared memory, from a multiple of 1024 bytes on.
@@ -111,7 +122,8 @@ struct Shared {
   TokenDecays decays[S::kPreparers];
   TokenWeights weights[S::kWeights];
   Strain strain[kStages];
-  Cursor cursors[4 * S::kPreparers + 2 * S::kKeepers];
+  Place places[kStages];
+  Cursor cursors[4 * S::kPreparers + S::kKeepers];
   float forgotten[2][kMostWarmUp];         // logarithms of decays of chunks
   float left_out[S::kKeepers][2][kGroup];  // sums of two columns of a state at chunk `look`
   int warm_chunks;                         // before the block's piece
@@ -122,9 +134,8 @@ struct Shared {
   int again;  // 0, or 1 if the piece is gone through once more, 2 if the one before is as well
   int found;  // the same, before all know it
   int done;   // chunks before that
-  // Of stages: q and k copied, each keeper's v copied, prepared, free again.
-  Barrier loaded[kStages], values[kStages][S::kKeepers];
-  Barrier prepared[kStages], free[kStages];
+  // Of stages: q and k copied, v copied, prepared, outputs made.
+  Barrier loaded[kStages], values[kStages], prepared[kStages], free[kStages];
 };
 
 // By all threads, at the end of a piece. Whether the roles go through it once more, which then

@@ -11,29 +11,25 @@ __device__ __forceinline__ bool wait_for(const unsigned* count, unsigned times) 
   return *now >= kMark;
 }
 
-// A warpgroup that keeps 64 columns of the state, has its v copied and leaves its y.
+// A warpgroup that keeps 64 columns of the state.
 template <class S, int kStages, bool kPieces>
 struct Keeper {
   static constexpr int K = S::kDim;
   Shared<S, kStages>& shared;
   const CallArgs& a;
   const DeltaPieceArgs& cut;
-  const TensorMap &v_map, &y_map;
   StateColumns64<K> state;
   int which;
   unsigned at = 0;  // which chunk of the block
 
   __device__ __forceinline__ Keeper(Shared<S, kStages>& memory, const CallArgs& call,
-                                    const DeltaPieceArgs& pieces, const TensorMap& v,
-                                    const TensorMap& y, int w)
-      : shared(memory), a(call), cut(pieces), v_map(v), y_map(y), which(w) {}
+                                    const DeltaPieceArgs& pieces, int w)
+      : shared(memory), a(call), cut(pieces), which(w) {}
   static __device__ __forceinline__ unsigned thread() { return StateColumns64<K>::thread(); }
   // All chunks of all items of the block.
   __device__ __forceinline__ void walk() {
-    if (!kPieces) begin_copies();
 #pragma unroll 1
     for (int next = block_index();; next = now().index + (kPieces ? 0 : gridDim.x)) {
-      if (kPieces) begin_copies();
       begin(next);
       if (now().index < 0) break;
 #pragma unroll 1
@@ -45,17 +41,9 @@ struct Keeper {
       end(now().index);
       if (kPieces && !go_through_again()) break;
     }
-    if (thread() == 0) wait_stores();
   }
 
  private:
-  __device__ __forceinline__ void begin_copies() {
-    if (thread() > 0) return;
-    set_cursor(ahead(), a, cut, warm(), 0);
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; i++)
-      load_values(kPieces ? (at + i) % kStages : i), move_ahead();
-  }
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
 
   __device__ __forceinline__ int barrier() const { return S::kPreparers + 1 + which; }
@@ -79,65 +67,33 @@ struct Keeper {
     return shared.tables[afresh(at) % kStages];
   }
   __device__ __forceinline__ Rests& rests() const { return shared.rests[afresh(at) % S::kRests]; }
-  // The chunk whose v is copied next, and the item at hand.
-  __device__ __forceinline__ Cursor& ahead() const {
+  // The item at hand, and which of its chunks is one that tokens of the next sequence follow in.
+  __device__ __forceinline__ volatile Cursor& now() const {
     return shared.cursors[4 * S::kPreparers + which];
   }
-  __device__ __forceinline__ volatile Cursor& now() const {
-    return shared.cursors[4 * S::kPreparers + S::kKeepers + which];
-  }
-  // By one thread.
-  __device__ __forceinline__ void load_values(int slot) const {
-    const Cursor& at = ahead();
-    if (at.index < 0) return;
-    shared.values[slot][which].arrive_and_expect(2 * kTile);
-    load_tile(values(slot), v_map, column(at.column_block), at.h, at.token(), at.b,
-              shared.values[slot][which]);
-  }
-  __device__ __forceinline__ void move_ahead() const { advance(ahead(), a, cut, warm(), 1); }
-  // Once the outputs of the chunk before have left their place.
-  __device__ __forceinline__ void refill() const {
-    if (thread() > 0) return;
-    wait_stores_read();
-    load_values((at + kStages - 1) % kStages);
-  }
-
   // The next chunk, with its outputs in place of v.
   __device__ __forceinline__ void step(int c) {
     const unsigned slot = at % kStages, parity = at / kStages % 2;
     unsigned short* const v = values(slot);
     shared.prepared[slot].wait(parity);
     shared.loaded[slot].wait(parity);
-    shared.values[slot][which].wait(parity);
     if (__builtin_expect(shorter(c), 0)) clear_rest(v, left(c));
     if (__builtin_expect(shared.strain[slot].any(), 0))
       take_carefully();
     else
       take(v);
+    if (__builtin_expect(shorter(c), 0)) store_rest(v, c, left(c));
     fence_shared();
     __syncwarp();
     if (thread() % 32 == 0) shared.free[slot].arrive();
-    sync_threads<kGroup>(barrier());
-    if (c < 0) {
-    } else if (__builtin_expect(shorter(c), 0)) {
-      store_rest(v, c, left(c));
-    } else if (thread() == 0) {
-      store(v, c);
-    }
-    if (thread() == 0) move_ahead();
     at++;
   }
   __device__ __forceinline__ int left(int c) const { return now().stop - now().start - c * kChunk; }
-  // Whether tokens of the next sequence follow.
-  __device__ __forceinline__ bool shorter(int c) const {
-    return left(c) < kChunk && now().stop < a.T;
-  }
-  __device__ __forceinline__ void store(const unsigned short* tile, int c) const {
-    const volatile Cursor& at = now();
-    store_tile(y_map, tile, column(at.column_block), at.h, at.start + c * kChunk, at.b);
-    commit_stores();
-  }
+  __device__ __forceinline__ bool shorter(int c) const { return c == now().chunk; }
 
+  __device__ __forceinline__ void wait_for_values() const {
+    shared.values[at % kStages].wait(at / kStages % 2);
+  }
   // Outputs in place of v.
   __device__ __forceinline__ void take(unsigned short* v) {
     const unsigned short* const q = shared.stages[at % kStages];
@@ -155,6 +111,7 @@ struct Keeper {
       if (kPending) state.read(o, rounded, q);
       wgmma_wait<kPending>();
       settle(u);
+      wait_for_values();
       state.find_errors(x, u, v, weights);
       if (!kPending) state.read(o, rounded, q);
     }
@@ -168,7 +125,6 @@ struct Keeper {
     if (K == 64) state.decay(weights.whole);
     wgmma_wait<0>();
     settle(w);
-    refill();
     state.pack(x, w);
     settle(o);
     wgmma_begin();
@@ -195,6 +151,7 @@ struct Keeper {
     {
       float u[32];
       state.read_slowly(u, queries() + S::kQuery, 0);
+      wait_for_values();
       state.find_errors(x, u, outputs(), weights());
       if (shared.strain[afresh(at) % kStages].any() & kNearlySame) {
         ::substitute([&](int i) -> float& { return u[i]; },
@@ -215,7 +172,8 @@ struct Keeper {
       state.pack(x, u);
       state.pack_rests(rest, u);
     }
-    refill();
+    // This one is over. It keeps the compiler from doing things in another order, in more registers.
+    shared.loaded[at % kStages].wait(at / kStages % 2);
     sync_threads<kGroup>(barrier());
     uint4* const away = reinterpret_cast<uint4*>(outputs()) + thread();  // where v was, meanwhile
 #pragma unroll
@@ -258,12 +216,14 @@ struct Keeper {
 
   // Values of the next sequence, which may be NaN.
   __device__ __forceinline__ void clear_rest(unsigned short* v, int left) const {
+    wait_for_values();
 #pragma unroll 1
     for (int e = left * 64 + thread(); e < kTile; e += kGroup) v[e] = 0;
     sync_threads<kGroup>(barrier());
   }
   // Outputs where they follow.
   __device__ __forceinline__ void store_rest(const unsigned short* tile, int c, int left) const {
+    sync_threads<kGroup>(barrier());
     const volatile Cursor& at = now();
     const int col0 = column(at.column_block), first = at.start + c * kChunk;
     unsigned short* const y =
@@ -274,7 +234,6 @@ struct Keeper {
       if (col0 + col < cut.V)
         y[(first + row) * a.y_stride[1] + col] = tile[swizzled(row, col / 8) + col % 8];
     }
-    sync_threads<kGroup>(barrier());
   }
 
   // The first state of an item.
@@ -288,6 +247,7 @@ struct Keeper {
       at.index = past ? -1 : index;
       at.chunks = w.chunks, at.start = w.start, at.stop = w.stop, at.b = w.b, at.h = w.h;
       at.column_block = w.column_block;
+      at.chunk = w.stop < a.T && (w.stop - w.start) % kChunk ? w.chunks - 1 : w.chunks;
     }
     sync_threads<kGroup>(barrier());
     if (past) return;
@@ -410,8 +370,6 @@ struct Keeper {
       any = __any_sync(0xffffffffu, any), before = __any_sync(0xffffffffu, before);
       if (thread() == 0) shared.found = any + before, shared.done = at;
     }
-    if (!once_more(shared)) return false;
-    if (thread() == 0) wait_stores();
-    return true;
+    return once_more(shared);
   }
 };

@@ -28,19 +28,20 @@ struct Preparer {
   unsigned at;              // which chunk of the block; every kPreparers'th is this group's
 
   // Makes the tables of its chunks.
-  __device__ __forceinline__ void walk(const TensorMap& q_map, const TensorMap& k_map) {
+  __device__ __forceinline__ void walk(const Maps& maps) {
 #pragma unroll 1
     for (;;) {
       fresh().begin();
 #pragma unroll 1
       for (; cursor().index >= 0; at += S::kPreparers) {
-        fresh().load(q_map, k_map);
+        fresh().load(maps);
         shared.loaded[stage()].wait(parity());
         fresh().clear_rest();
         fresh().make();
         __syncwarp();
         if (lane == 0) shared.prepared[stage()].arrive();
       }
+      if (r == 0 && lane == 0) fresh().store_last(maps.y);
       if (!kPieces || shared.again || !once_more(shared)) break;
     }
   }
@@ -92,6 +93,7 @@ struct Preparer {
   }
   __device__ __forceinline__ unsigned short* queries() const { return shared.stages[stage()]; }
   __device__ __forceinline__ unsigned short* keys() const { return queries() + S::kQuery; }
+  __device__ __forceinline__ unsigned short* values() const { return keys() + S::kQuery; }
   __device__ __forceinline__ void meet() const { sync_threads<kGroup>(group + 1); }
   // Until nobody reads those of the chunk before any longer, which lie at the same place.
   __device__ __forceinline__ void wait_for_rests() const {
@@ -104,23 +106,60 @@ struct Preparer {
     float* const to = lane / 16 ? decays().beta : decays().gate;
     to[r * kBlock + lane % 16] = gate.value(a, lane);
   }
-  // Has q and k copied of the chunk at the cursor, by warp 0, once nobody reads what was there.
-  __device__ __forceinline__ void load(const TensorMap& q_map, const TensorMap& k_map) const {
+  // Has the chunk at the cursor copied, by one thread, once nobody reads what was there and its
+  // outputs, in place of v, have left.
+  __device__ __forceinline__ void load(const Maps& maps) const {
     const Cursor& at = cursor();
-    Barrier& barrier = shared.loaded[stage()];
+    Barrier &loaded = shared.loaded[stage()], &values_loaded = shared.values[stage()];
     shared.free[stage()].wait(parity() ^ 1);
     if (r > 0 || lane > 0) return;
-    barrier.arrive_and_expect(2 * 2 * S::kQuery);
+    store(maps.y);
+    loaded.arrive_and_expect(2 * 2 * S::kQuery);
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++) {
-      load_tile(keys() + i * kTile, k_map, i * 64, at.hq, at.token(), at.b, barrier);
-      load_tile(queries() + i * kTile, q_map, i * 64, at.hq, at.token(), at.b, barrier);
+      load_tile(keys() + i * kTile, maps.k, i * 64, at.hq, at.token(), at.b, loaded);
+      load_tile(queries() + i * kTile, maps.q, i * 64, at.hq, at.token(), at.b, loaded);
     }
+    wait_stores_read();
+    values_loaded.arrive_and_expect(S::kKeepers * 2 * kTile);
+#pragma unroll 1
+    for (int i = 0; i < S::kKeepers; i++)
+      load_tile(values() + i * kTile, maps.v, at.column_block * S::kColumns + i * 64, at.h,
+                at.token(), at.b, values_loaded);
+    const bool stored = at.chunk >= warm() && !shorter();
+    shared.places[stage()] = {stored ? at.token() : -1, at.h, at.b, at.column_block};
+  }
+  // Outputs of the chunk that was in the stage before.
+  __device__ __forceinline__ void store(const TensorMap& y_map) const {
+    const Place& to = shared.places[stage()];
+    if (to.token < 0) return;
+#pragma unroll 1
+    for (int i = 0; i < S::kKeepers; i++)
+      store_tile(y_map, values() + i * kTile, to.column_block * S::kColumns + i * 64, to.h,
+                 to.token, to.b);
+    commit_stores();
+  }
+  // Those of chunks whose stages are not filled again.
+  __device__ __forceinline__ void store_last(const TensorMap& y_map) const {
+    Preparer turn = fresh();
+#pragma unroll 1
+    for (unsigned past = cursor().chunk; past < kStages; past += S::kPreparers) {
+      shared.free[turn.stage()].wait(turn.parity() ^ 1);
+      turn.store(y_map);
+      shared.places[turn.stage()].token = -1;
+      turn.at += S::kPreparers;
+    }
+    wait_stores();
+  }
+  // Whether tokens of the next sequence follow.
+  __device__ __forceinline__ bool shorter() const {
+    const Cursor& at = cursor();
+    return at.stop - at.token() < kChunk && at.stop < a.T;
   }
   // Keys of the next sequence, which may be NaN.
   __device__ __forceinline__ void clear_rest() const {
-    const int stop = cursor().stop, left = stop - cursor().token();
-    if (__builtin_expect(left >= kChunk || stop >= a.T, 1)) return;
+    if (__builtin_expect(!shorter(), 1)) return;
+    const int left = cursor().stop - cursor().token();
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++)
 #pragma unroll 1

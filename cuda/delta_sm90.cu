@@ -3,9 +3,9 @@
 //
 // A block walks through the chunks of a sequence for 64 or 128 columns of V of one head. Its
 // warpgroups have roles:
-//   the first ones, by turns, have q and k of a chunk to come copied, weigh its tokens, and make
-//   the inverse and the scores; the others keep 64 columns of the state each, in registers, have v
-//   copied and make outputs.
+//   the first ones, by turns, have a chunk to come copied, weigh its tokens, make the inverse and
+//   the scores, and have outputs copied away; the others keep 64 columns of the state each, in
+//   registers, and make outputs.
 // Stages of shared memory go from hand to hand through barriers.
 //
 // Where heads are too few to fill the chip, a block has a piece of a sequence. It begins with no
@@ -50,9 +50,10 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       shared.loaded[i].init(1);
-      for (int n = 0; n < S::kKeepers; n++) shared.values[i][n].init(1);
+      shared.values[i].init(1);
       shared.prepared[i].init(4);
       shared.free[i].init(4 * S::kKeepers);
+      shared.places[i].token = -1;
     }
     fence_barriers();
   }
@@ -65,10 +66,10 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
   if (group < S::kPreparers) {
     set_registers<S::kRegisters, S::kPrepareRegisters>();
     Preparer<S, kStages, kNormalise, kPieces> preparer{shared, a, cut, group, warp, lane, group};
-    preparer.walk(q_map, k_map);
+    preparer.walk({q_map, k_map, v_map, y_map});
   } else {
     set_registers<S::kRegisters, S::kStateRegisters>();
-    Keeper<S, kStages, kPieces> keeper(shared, a, cut, v_map, y_map, group - S::kPreparers);
+    Keeper<S, kStages, kPieces> keeper(shared, a, cut, group - S::kPreparers);
     keeper.walk();
   }
 }

@@ -11,7 +11,7 @@ from .warpgroups import MAX_ITEMS, TILE_BYTES
 MIN_K, MAX_K = 33, 128  # in fewer dimensions keys are so much alike that tiles would be half empty
 COLUMNS = 64  # of V, of a keeper
 REST_BYTES = 2 * 10 * 512  # sizeof(Rests)
-STRAIN_BYTES, CURSOR_BYTES = 16, 64
+STRAIN_BYTES, PLACE_BYTES, CURSOR_BYTES = 16, 16, 64
 TOKEN_BYTES = 4 * (2 * 6 + 4) * CHUNK  # sizeof(TokenDecays)
 WEIGHT_BYTES = 4 * (4 * CHUNK + 4)  # sizeof(TokenWeights)
 WARM_UP = 5  # chunks that a piece begins early, with gates near 0.95; fewer where they are smaller
@@ -65,10 +65,10 @@ class KeeperTile:
         """sizeof(Shared), and what it may take to begin at a multiple of 1024."""
         tiles = self.stages * (2 * self.K // 64 + self.keepers + 2)
         size = tiles * TILE_BYTES + self.rests * REST_BYTES + self.preparers * TOKEN_BYTES
-        size += self.weights * WEIGHT_BYTES + self.stages * STRAIN_BYTES
-        size += (4 * self.preparers + 2 * self.keepers) * CURSOR_BYTES + 4 * (2 * 32 + 8)
+        size += self.weights * WEIGHT_BYTES + self.stages * (STRAIN_BYTES + PLACE_BYTES)
+        size += (4 * self.preparers + self.keepers) * CURSOR_BYTES + 4 * (2 * 32 + 8)
         size += self.keepers * (4 * 2 * 128 + 4)
-        size = -(-size // 8) * 8 + 8 * self.stages * (3 + self.keepers)
+        size = -(-size // 8) * 8 + 8 * self.stages * 4
         return 1024 + -(-size // 1024) * 1024
 
 
