@@ -172,7 +172,7 @@ struct Keeper {
       state.pack(x, u);
       state.pack_rests(rest, u);
     }
-    // This one is over. It keeps the compiler from doing things in another order, in more registers.
+    // This one is over. It keeps the compiler from another order, in more registers.
     shared.loaded[at % kStages].wait(at / kStages % 2);
     sync_threads<kGroup>(barrier());
     uint4* const away = reinterpret_cast<uint4*>(outputs()) + thread();  // where v was, meanwhile

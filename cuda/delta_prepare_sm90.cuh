@@ -33,20 +33,23 @@ struct Preparer {
     for (;;) {
       fresh().begin();
 #pragma unroll 1
-      for (; cursor().index >= 0; at += S::kPreparers) {
+      for (; fresh().cursor().index >= 0; at += S::kPreparers) {
         fresh().load(maps);
-        shared.loaded[stage()].wait(parity());
-        fresh().clear_rest();
-        fresh().make();
-        __syncwarp();
-        if (lane == 0) shared.prepared[stage()].arrive();
+        const int left = fresh().left();
+        fresh().move();
+        const Fetched gate = fresh().fetch();
+        fresh().wait_for_keys();
+        fresh().clear_rest(left);
+        fresh().make(gate);
+        fresh().hand_on();
       }
-      if (r == 0 && lane == 0) fresh().store_last(maps.y);
+      fresh().store_last(maps.y);
       if (!kPieces || shared.again || !once_more(shared)) break;
     }
   }
 
  private:
+  static constexpr unsigned kValueThread = 32;  // of a group: has v copied, and outputs
   static constexpr bool kScarce = S::kPrepareRegisters < 112;  // registers
 
   __device__ __forceinline__ void begin() const {
@@ -54,9 +57,7 @@ struct Preparer {
     __syncwarp();
     if (lane == 0) set_cursor(cursor(), a, cut, warm(), at - done);
     __syncwarp();
-    Fetched gate;
-    gate.fetch(a, cursor(), r, lane);
-    fresh().put_gate(gate);
+    fresh().put_gate(fresh().fetch());
     meet();
     if (!kNormalise) {
       if (r == 0) fresh().weigh_tokens(at);
@@ -101,33 +102,52 @@ struct Preparer {
     shared.free[before % kStages].wait(before / kStages % 2);
   }
 
-  // Of this group's next chunk, where the whole group finds it after meeting.
+  __device__ __forceinline__ void hand_on() const {
+    __syncwarp();
+    if (lane == 0) shared.prepared[stage()].arrive();
+  }
+  // A gate or a beta of this group's next chunk.
+  __device__ __forceinline__ Fetched fetch() const {
+    Fetched gate;
+    gate.fetch(a, cursor(), r, lane);
+    return gate;
+  }
+  // To where the whole group finds it after meeting.
   __device__ __forceinline__ void put_gate(const Fetched& gate) const {
     float* const to = lane / 16 ? decays().beta : decays().gate;
     to[r * kBlock + lane % 16] = gate.value(a, lane);
   }
-  // Has the chunk at the cursor copied, by one thread, once nobody reads what was there and its
-  // outputs, in place of v, have left.
+  // Has the chunk at the cursor copied, by a thread each of two warps, once nobody reads what was
+  // there.
   __device__ __forceinline__ void load(const Maps& maps) const {
-    const Cursor& at = cursor();
-    Barrier &loaded = shared.loaded[stage()], &values_loaded = shared.values[stage()];
     shared.free[stage()].wait(parity() ^ 1);
-    if (r > 0 || lane > 0) return;
-    store(maps.y);
+    if (r == 0 && lane == 0) load_keys(maps);
+    if (threadIdx.x % kGroup == kValueThread) load_values(maps);
+  }
+  __device__ __forceinline__ void load_keys(const Maps& maps) const {
+    const Cursor& at = cursor();
+    Barrier& loaded = shared.loaded[stage()];
     loaded.arrive_and_expect(2 * 2 * S::kQuery);
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++) {
       load_tile(keys() + i * kTile, maps.k, i * 64, at.hq, at.token(), at.b, loaded);
       load_tile(queries() + i * kTile, maps.q, i * 64, at.hq, at.token(), at.b, loaded);
     }
+  }
+  __device__ __forceinline__ void wait_for_keys() const { shared.loaded[stage()].wait(parity()); }
+  // Once outputs have left that place.
+  __device__ __forceinline__ void load_values(const Maps& maps) const {
+    const Cursor& at = cursor();
+    Barrier& loaded = shared.values[stage()];
+    store(maps.y);
     wait_stores_read();
-    values_loaded.arrive_and_expect(S::kKeepers * 2 * kTile);
+    loaded.arrive_and_expect(S::kKeepers * 2 * kTile);
 #pragma unroll 1
     for (int i = 0; i < S::kKeepers; i++)
       load_tile(values() + i * kTile, maps.v, at.column_block * S::kColumns + i * 64, at.h,
-                at.token(), at.b, values_loaded);
-    const bool stored = at.chunk >= warm() && !shorter();
-    shared.places[stage()] = {stored ? at.token() : -1, at.h, at.b, at.column_block};
+                at.token(), at.b, loaded);
+    const bool whole = left() == kChunk && at.chunk >= warm();
+    shared.places[stage()] = {whole ? at.token() : -1, at.h, at.b, at.column_block};
   }
   // Outputs of the chunk that was in the stage before.
   __device__ __forceinline__ void store(const TensorMap& y_map) const {
@@ -141,6 +161,7 @@ struct Preparer {
   }
   // Those of chunks whose stages are not filled again.
   __device__ __forceinline__ void store_last(const TensorMap& y_map) const {
+    if (threadIdx.x % kGroup != kValueThread) return;
     Preparer turn = fresh();
 #pragma unroll 1
     for (unsigned past = cursor().chunk; past < kStages; past += S::kPreparers) {
@@ -151,15 +172,14 @@ struct Preparer {
     }
     wait_stores();
   }
-  // Whether tokens of the next sequence follow.
-  __device__ __forceinline__ bool shorter() const {
+  // Tokens of the chunk at the cursor, and those of nothing that follow.
+  __device__ __forceinline__ int left() const {
     const Cursor& at = cursor();
-    return at.stop - at.token() < kChunk && at.stop < a.T;
+    return at.stop < a.T ? min(at.stop - at.token(), kChunk) : kChunk;
   }
   // Keys of the next sequence, which may be NaN.
-  __device__ __forceinline__ void clear_rest() const {
-    if (__builtin_expect(!shorter(), 1)) return;
-    const int left = cursor().stop - cursor().token();
+  __device__ __forceinline__ void clear_rest(int left) const {
+    if (__builtin_expect(left >= kChunk, 1)) return;
 #pragma unroll 1
     for (int i = 0; i < S::kKeyTiles; i++)
 #pragma unroll 1
@@ -183,17 +203,14 @@ struct Preparer {
   }
 
   // If keys are much alike, all of it once more, with 16 bits of each number.
-  __device__ __forceinline__ void make() const {
+  __device__ __forceinline__ void make(const Fetched& gate) const {
     float x[32];
-    Fetched gate;
     fresh().multiply_tiles(x, keys());
-    fresh().move();
     if (kNormalise) {
       fresh().find_units();
       if (r == 0) fresh().weigh_tokens(at);
       meet();
     }
-    gate.fetch(a, cursor(), r, lane);
     const bool wild = weights(at).wild;
     wgmma_wait<0>();
     settle(x);
