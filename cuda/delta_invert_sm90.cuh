@@ -5,18 +5,26 @@
 
 template <class S, int kStages, bool kNormalise, bool kPieces>
 __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::invert_diagonal() const {
-  float* const block = reinterpret_cast<float*>(scratch(r));
-  float x[kBlock], inverse[2][4];
-  unsigned high[4];
+  float x[kBlock];
   __syncwarp();
-  substitute(x, block);
+  substitute(x, reinterpret_cast<const float*>(scratch(r)));
   __syncwarp();
+  put_inverse(x);
+}
+
+template <class S, int kStages, bool kNormalise, bool kPieces>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::put_inverse(
+    const float (&x)[kBlock]) const {
+  const bool lower = lane / 16;  // half of a column
+  unsigned two[4];
 #pragma unroll
-  for (int i = 0; i < kBlock; i++)
-    if (i / 8 == lane / 16) block[i * kDiagonalRow + lane % 16] = x[i];
-  get_inverse(inverse);
-  pack_left(high, inverse);
-  put_compact(scratch(r), high);
+  for (int i = 0; i < 4; i++) {
+    const unsigned above = pack_bfloat16(x[2 * i], x[2 * i + 1]);
+    const unsigned below = pack_bfloat16(x[8 + 2 * i], x[9 + 2 * i]);
+    two[i] = lower ? below : above;
+  }
+  const unsigned place = lane / 8 % 2 * 16 + lane / 16 * 8 + lane % 8;
+  *reinterpret_cast<uint4*>(scratch(r) + 8 * place) = {two[0], two[1], two[2], two[3]};
 }
 
 template <class S, int kStages, bool kNormalise, bool kPieces>
@@ -52,20 +60,17 @@ template <class S, int kStages, bool kNormalise, bool kPieces>
 __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::substitute(
     float (&x)[kBlock], const float* block) const {
 #pragma unroll
-  for (int i = 0; i < kBlock; i++) {
-    float4 a[4];
+  for (int i = 0; i < kBlock; i++) x[i] = lane % 16 == i ? 1.f : 0.f;
 #pragma unroll
-    for (int j = 0; j < i; j += 4)
-      a[j / 4] = *reinterpret_cast<const float4*>(block + i * kDiagonalRow + j);
-    const float own = lane % 16 == i ? 1.f : 0.f;
-    float sum = kScarce ? 0.f : own;  // to begin with it takes a register each
+  for (int i = 0; i < kBlock - 1; i++)
 #pragma unroll
-    for (int j = 0; j < i; j++) {
-      const float4& four = a[j / 4];
-      sum -= (j % 4 == 0 ? four.x : (j % 4 == 1 ? four.y : (j % 4 == 2 ? four.z : four.w))) * x[j];
+    for (int j = (i + 1) / 4 * 4; j < kBlock; j += 4) {
+      const float4 a = *reinterpret_cast<const float4*>(block + i * kDiagonalRow + j);
+      if (j > i) x[j] -= a.x * x[i];
+      if (j + 1 > i) x[j + 1] -= a.y * x[i];
+      if (j + 2 > i) x[j + 2] -= a.z * x[i];
+      x[j + 3] -= a.w * x[i];
     }
-    x[i] = kScarce && lane % 16 == i ? 1.f : sum;
-  }
 }
 
 template <class S, int kStages, bool kNormalise, bool kPieces>
@@ -79,7 +84,7 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::subst
     const float own = x[0];
 #pragma unroll
     for (int n = 1; n < kBlock; n++) {
-      const float a = i + n < kBlock ? block[(i + n) * kDiagonalRow + i] : 0.f;
+      const float a = i + n < kBlock ? block[i * kDiagonalRow + i + n] : 0.f;
       x[n - 1] = wild ? tame(x[n] - tame(a * own)) : x[n] - a * own;
     }
     __syncwarp();
@@ -90,7 +95,7 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::subst
 template <class S, int kStages, bool kNormalise, bool kPieces>
 __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::complete() const {
   unsigned t0[4], t1[4] = {}, t2[4] = {}, t3[4] = {};
-  get_compact(t0, scratch(r));
+  ldmatrix_x4<true>(t0, scratch(r) + 8 * lane);
   if (r >= 1) {
     float sum[2][4] = {};
     add(sum, t0, 0, r - 1);
@@ -138,10 +143,11 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::add(
 template <class S, int kStages, bool kNormalise, bool kPieces>
 __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::finish(
     unsigned (&t)[4], const float (&sum)[2][4], int d) const {
-  unsigned left[4];
+  unsigned left[4], right[4];
   float product[2][4] = {};
   pack_left(left, sum);
-  add(product, left, d, r - d);
+  ldmatrix_x4(right, scratch(r - d) + 8 * lane);
+  multiply(product, left, right);
   pack_left(t, product);
   t[0] ^= 0x80008000u, t[1] ^= 0x80008000u, t[2] ^= 0x80008000u, t[3] ^= 0x80008000u;
 }

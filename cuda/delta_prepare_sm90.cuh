@@ -268,13 +268,13 @@ struct Preparer {
     for (int i = 0; i < 8; i++) squares += x[i / 4][i % 4] * x[i / 4][i % 4];
     return squares;
   }
+  // Transposed.
   __device__ __forceinline__ void put_diagonal(const float (&x)[2][4], unsigned row) const {
     float* const block =
-        reinterpret_cast<float*>(scratch(row)) + lane / 4 * kDiagonalRow + lane % 4 * 2;
+        reinterpret_cast<float*>(scratch(row)) + lane % 4 * (2 * kDiagonalRow) + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      *reinterpret_cast<float2*>(block + i % 2 * (8 * kDiagonalRow) + i / 2 * 8) = {
-          x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]};
+    for (int i = 0; i < 8; i++)
+      block[(i / 4 * 8 + i % 2) * kDiagonalRow + i / 2 % 2 * 8] = x[i / 4][i % 4];
   }
 
   // While the inverse is being made, its place holds blocks of A on the diagonal, as float32
@@ -329,10 +329,12 @@ struct Preparer {
   __device__ __forceinline__ void invert_diagonal() const;
   // The same with what is rounded off.
   __device__ __forceinline__ void invert_carefully(bool wild) const;
+  // Rounded, columns down, a column a lane, in place of float32 numbers.
+  __device__ __forceinline__ void put_inverse(const float (&x)[kBlock]) const;
   // From float32 numbers, which may be overwritten then.
   __device__ __forceinline__ void get_inverse(float (&inverse)[2][4]) const;
 
-  // A column a lane, row by row.
+  // A column a lane, from top to bottom.
   __device__ __forceinline__ void substitute(float (&x)[kBlock], const float* block) const;
   // The same in little code, each row in place of that of A; rows to come are passed on by one.
   __device__ __forceinline__ void substitute_carefully(float* block, bool wild) const;
@@ -343,7 +345,7 @@ struct Preparer {
   __device__ __forceinline__ void put_inverse(const unsigned (&t0)[4], const unsigned (&t1)[4],
                                               const unsigned (&t2)[4],
                                               const unsigned (&t3)[4]) const;
-  // Block (row, c) as the right factor of mma.
+  // Block (row, c) as the right factor of mma, of rows of numbers.
   __device__ __forceinline__ void get(unsigned (&x)[4], unsigned row, unsigned c) const {
     ldmatrix_x4<true>(x, (c == row ? scratch(row) : compact(row, c)) + 8 * lane);
   }
