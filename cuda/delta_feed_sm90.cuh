@@ -101,10 +101,11 @@ struct alignas(16) Cursor {
   __device__ __forceinline__ int token() const { return start + chunk * kChunk; }
 };
 
-// Where the outputs of a stage belong.
+// Where values of a stage come from, and where its outputs belong.
 struct alignas(16) Place {
-  int token;  // -1: they are there, or there are none
-  int h, b, column_block;
+  int token, h, b, column_block;
+  int open;  // whether outputs have to be stored
+  int padding[3];
 };
 
 // Tensor maps.

@@ -76,7 +76,6 @@ struct Keeper {
     const unsigned slot = at % kStages, parity = at / kStages % 2;
     unsigned short* const v = values(slot);
     shared.prepared[slot].wait(parity);
-    shared.loaded[slot].wait(parity);
     if (__builtin_expect(shorter(c), 0)) clear_rest(v, left(c));
     if (__builtin_expect(shared.strain[slot].any(), 0))
       take_carefully();

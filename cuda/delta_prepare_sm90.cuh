@@ -40,7 +40,7 @@ struct Preparer {
         const Fetched gate = fresh().fetch();
         fresh().wait_for_keys();
         fresh().clear_rest(left);
-        fresh().make(gate);
+        fresh().make(gate, maps.v);
         fresh().hand_on();
       }
       fresh().store_last(maps.y);
@@ -122,7 +122,7 @@ struct Preparer {
   __device__ __forceinline__ void load(const Maps& maps) const {
     shared.free[stage()].wait(parity() ^ 1);
     if (r == 0 && lane == 0) load_keys(maps);
-    if (threadIdx.x % kGroup == kValueThread) load_values(maps);
+    if (threadIdx.x % kGroup == kValueThread) change_place(maps.y);
   }
   __device__ __forceinline__ void load_keys(const Maps& maps) const {
     const Cursor& at = cursor();
@@ -135,24 +135,31 @@ struct Preparer {
     }
   }
   __device__ __forceinline__ void wait_for_keys() const { shared.loaded[stage()].wait(parity()); }
-  // Once outputs have left that place.
-  __device__ __forceinline__ void load_values(const Maps& maps) const {
+  // Sends off outputs of the chunk before, and notes where this one's belong.
+  __device__ __forceinline__ void change_place(const TensorMap& y_map) const {
     const Cursor& at = cursor();
+    Place& place = shared.places[stage()];
+    store(y_map);
+    place.token = at.token(), place.h = at.h, place.b = at.b;
+    place.column_block = at.column_block;
+    place.open = left() == kChunk && at.chunk >= warm();
+  }
+  // Once outputs have left that place, where the copy does not hold others up.
+  __device__ __forceinline__ void load_values(const TensorMap& v_map) const {
+    if (threadIdx.x % kGroup != kValueThread) return;
+    const Place& from = shared.places[stage()];
     Barrier& loaded = shared.values[stage()];
-    store(maps.y);
     wait_stores_read();
     loaded.arrive_and_expect(S::kKeepers * 2 * kTile);
 #pragma unroll 1
     for (int i = 0; i < S::kKeepers; i++)
-      load_tile(values() + i * kTile, maps.v, at.column_block * S::kColumns + i * 64, at.h,
-                at.token(), at.b, loaded);
-    const bool whole = left() == kChunk && at.chunk >= warm();
-    shared.places[stage()] = {whole ? at.token() : -1, at.h, at.b, at.column_block};
+      load_tile(values() + i * kTile, v_map, from.column_block * S::kColumns + i * 64, from.h,
+                from.token, from.b, loaded);
   }
   // Outputs of the chunk that was in the stage before.
   __device__ __forceinline__ void store(const TensorMap& y_map) const {
     const Place& to = shared.places[stage()];
-    if (to.token < 0) return;
+    if (!to.open) return;
 #pragma unroll 1
     for (int i = 0; i < S::kKeepers; i++)
       store_tile(y_map, values() + i * kTile, to.column_block * S::kColumns + i * 64, to.h,
@@ -167,7 +174,7 @@ struct Preparer {
     for (unsigned past = cursor().chunk; past < kStages; past += S::kPreparers) {
       shared.free[turn.stage()].wait(turn.parity() ^ 1);
       turn.store(y_map);
-      shared.places[turn.stage()].token = -1;
+      shared.places[turn.stage()].open = 0;
       turn.at += S::kPreparers;
     }
     wait_stores();
@@ -203,9 +210,10 @@ struct Preparer {
   }
 
   // If keys are much alike, all of it once more, with 16 bits of each number.
-  __device__ __forceinline__ void make(const Fetched& gate) const {
+  __device__ __forceinline__ void make(const Fetched& gate, const TensorMap& v_map) const {
     float x[32];
     fresh().multiply_tiles(x, keys());
+    fresh().load_values(v_map);
     if (kNormalise) {
       fresh().find_units();
       if (r == 0) fresh().weigh_tokens(at);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
       shared.values[i].init(1);
       shared.prepared[i].init(4);
       shared.free[i].init(4 * S::kKeepers);
-      shared.places[i].token = -1;
+      shared.places[i].open = 0;
     }
     fence_barriers();
   }

@@ -11,7 +11,7 @@ from .warpgroups import MAX_ITEMS, TILE_BYTES
 MIN_K, MAX_K = 33, 128  # in fewer dimensions keys are so much alike that tiles would be half empty
 COLUMNS = 64  # of V, of a keeper
 REST_BYTES = 2 * 10 * 512  # sizeof(Rests)
-STRAIN_BYTES, PLACE_BYTES, CURSOR_BYTES = 16, 16, 64
+STRAIN_BYTES, PLACE_BYTES, CURSOR_BYTES = 16, 32, 64
 TOKEN_BYTES = 4 * (2 * 6 + 4) * CHUNK  # sizeof(TokenDecays)
 WEIGHT_BYTES = 4 * (4 * CHUNK + 4)  # sizeof(TokenWeights)
 WARM_UP = 5  # chunks that a piece begins early, with gates near 0.95; fewer where they are smaller
