@@ -15,6 +15,7 @@
 // The block of the piece before comes by the state there and checks that what is left of it is
 // kNegligible. Where it is not, all later pieces are gone through once more, one after the other.
 // Blocks of earlier pieces must be started first.
+#include "delta_copies_sm90.cuh"
 #include "delta_keep_sm90.cuh"
 #include "delta_invert_sm90.cuh"
 #include "delta_weigh_sm90.cuh"

@@ -239,7 +239,8 @@ def test_products_of_gates_that_overflow(name, kernels):
 
 # Waits of one block. Left out: those of stores, which come at once here, and for other blocks.
 WAIT = re.compile(r"shared\.\w+\[[^;]*\]\.wait\([^;]*;|wgmma_wait<[^;]*;|\bwait_for_rests\(\);")
-FILES = ("delta_prepare_sm90.cuh", "delta_columns_sm90.cuh", "delta_keep_sm90.cuh")
+ROLES = ("copies", "prepare", "columns", "keep")
+FILES = [f"delta_{role}_sm90.cuh" for role in ROLES]
 
 
 def waits() -> list[str]:
