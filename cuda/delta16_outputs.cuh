@@ -2,13 +2,6 @@
 #pragma once
 #include "delta16_shape.cuh"
 
-__device__ __forceinline__ void store_pair(float* to, float x, float y) {
-  *reinterpret_cast<float2*>(to) = {x, y};
-}
-__device__ __forceinline__ void store_pair(half_t* to, float x, float y) {
-  *reinterpret_cast<unsigned*>(to) = pack_half(x, y);
-}
-
 template <class S>
 struct Outputs {
   Pair<S::kProducts> queries[S::kKeyTiles][2];  // [eight rows of K][row lane / 4 or 8 below]

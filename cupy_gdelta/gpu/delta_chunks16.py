@@ -65,7 +65,7 @@ def best_tile(
         return None
     vector = 16 // ITEMSIZE[dtype]
     wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
-    products = PRODUCTS[precision] if dtype == "float32" else "kOne"
+    products = PRODUCTS[precision if dtype == "float32" else "highest"]
     for stages, slots in (12, 8), (6, 4):
         tile = DeltaTile16(K, V, 4, 4, stages, slots, products, wide, dtype)
         if tile.shared_bytes <= shared_limit:

@@ -140,8 +140,7 @@ def choose(
         small = delta_chunks16.best_tile(T, K, V, *kind)
         if small is not None:
             return Plan("delta16", "float32", small, f"chunks on tensor cores, {small.reason}")
-    if rule == "delta" and dtype == "float32":
-        own = delta_chunks32.best_tile(T, K, V, aligned == 16, precision, shared_limit)
+        own = delta_chunks32.best_tile(T, K, V, *kind)
         if own is not None:
             return Plan("delta32", "float32", own, f"chunks on tensor cores, {own.reason}")
     if rule == "delta" and dtype == "bfloat16" and copied:
