@@ -1,5 +1,5 @@
 // The delta rule in chunks of 16 tokens on tensor cores, for float32 and float16 and heads of up to
-// 32 numbers. With e_j the error that token j finds, v_j - k_j (gate_j S_{j-1}), it is the linear
+// 64 numbers. With e_j the error that token j finds, v_j - k_j (gate_j S_{j-1}), it is the linear
 // rule with e for v:
 //
 //   e_i = v_i - d_i k_i S - sum_{j < i} (k_i . k_j) D_ij e_j
@@ -9,7 +9,7 @@
 // line is solved before S is known (delta16_prepare.cuh): e = W v - W d k S, a product and a sum.
 //
 // A block walks through the chunks of a sequence for one head. Its warps have roles: one has q, k
-// and v copied; one makes decays; some prepare chunks, by turns; one or two keep the state, which
+// and v copied; one makes decays; some prepare chunks, by turns; one to four keep the state, which
 // they write into shared memory before each chunk, find errors and advance it; some make outputs,
 // by turns. From chunk to chunk only the state's warps wait for each other's products: two of them,
 // one after the other, and no barrier between. A chunk lies in a stage until it has been prepared

@@ -68,8 +68,16 @@ struct Copier {
   }
 
   __device__ __forceinline__ void copy(float* to, int rows, int lane) {
+    if (rows >= kRows)
+      copy_rows<true>(to, rows, lane);
+    else
+      copy_rows<false>(to, rows, lane);
+    from += kRows * stride;
+  }
+  template <bool kAll>
+  __device__ __forceinline__ void copy_rows(float* to, int rows, int lane) const {
     each(lane, [&](int, int row, int at) {
-      const bool real = row < rows;
+      const bool real = kAll || row < rows;
       float* const goal = to + row * S::kRow + at;
       const In* const source = from + (real ? row * stride + at : 0);
       if constexpr (sizeof(In) == 4)
@@ -77,7 +85,6 @@ struct Copier {
       else
         *goal = real ? widen<float>(*source) : 0.f;
     });
-    from += kRows * stride;
   }
 
   // The same by way of registers.

@@ -4,28 +4,71 @@
 
 template <class S>
 struct Outputs {
-  Pair<S::kProducts> queries[S::kKeyTiles][2];  // [eight rows of K][row lane / 4 or 8 below]
-  Pair<S::kProducts> scores[2][2];              // [eight keys][the same]
+  static constexpr bool kKept = S::kKeyTiles <= 4;  // queries, between products
+  static constexpr int kUnrolled = kKept ? S::kKeyTiles : 2;
+  Pair<S::kProducts> queries[kKept ? S::kKeyTiles : 1]
+                            [2];    // [8 rows of K][row lane / 4 or 8 below]
+  Pair<S::kProducts> scores[2][2];  // [8 keys][the same]
   float y[S::kValueTiles][4];
   int lane;
 
   // What needs no state.
-  template <bool kWild>
   __device__ __forceinline__ void compare(const float* q, const float* k, const Decay& decay) {
-    Sum sum[2];
-    sum[0].clear(), sum[1].clear();
-#pragma unroll
+    Sum<S::kProducts> sum[2];
+#pragma unroll(kUnrolled)
     for (int tile = 0; tile < S::kKeyTiles; tile++) {
+      Pair<S::kProducts>(&left)[2] = queries[kKept ? tile : 0];
       Pair<S::kProducts> right[2];
+      read_queries(left, q, tile);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float2 x = pair_at<S::kRow>(q, lane / 4 + i * 8, tile, lane);
-        const float2 other = pair_at<S::kRow>(k, lane / 4 + i * 8, tile, lane);
-        queries[tile][i].set_left(x.x, x.y);
-        right[i].set_right(other.x, other.y);
+        const float2 x = pair_at<S::kRow>(k, lane / 4 + i * 8, tile, lane);
+        right[i].set_right(x.x, x.y);
       }
-      add_products(sum, queries[tile], right);
+      add_products(sum, left, right);
     }
+    if (__builtin_expect(decay.wild, 0))
+      weigh<true>(sum, decay);
+    else
+      weigh<false>(sum, decay);
+  }
+
+  __device__ __forceinline__ void make(const float* q, const Slot<S>& slot, const Decay& decay) {
+    const auto sum = [&](int, int n) -> float (&)[4] { return y[n]; };
+    clear();
+#pragma unroll(kUnrolled)
+    for (int tile = 0; tile < S::kKeyTiles; tile++) {
+      Pair<S::kProducts>(&left)[2] = queries[kKept ? tile : 0];
+      Pair<S::kProducts> right[S::kValueTiles];
+      if (!kKept) read_queries(left, q, tile);
+#pragma unroll
+      for (int n = 0; n < S::kValueTiles; n++) {
+        const float2 x = pair_at<S::kRow>(slot.state, n * 8 + lane / 4, tile, lane);
+        right[n].set_right(x.x, x.y);
+      }
+      add_products(sum, left, right);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float weight = decay.from_start[lane / 4 + i / 2 * 8];
+#pragma unroll
+      for (int n = 0; n < S::kValueTiles; n++) y[n][i] *= weight;
+    }
+    Pair<S::kProducts> right[2][S::kValueTiles];
+#pragma unroll
+    for (int n = 0; n < S::kValueTiles; n++) {
+      const auto four = read_group(slot.errors, n * 8 + lane / 4, lane);
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++)
+        right[eight][n].set_right(four.x[2 * eight], four.x[2 * eight + 1]);
+    }
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) add_products(sum, scores[eight], right[eight]);
+  }
+
+ private:
+  template <bool kWild>
+  __device__ __forceinline__ void weigh(const Sum<S::kProducts> (&sum)[2], const Decay& decay) {
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -35,51 +78,27 @@ struct Outputs {
         for (int i = 0; i < 2; i++) {  // above the diagonal a score may be anything, NaN too
           const int row = lane / 4 + half * 8, col = n * 8 + lane % 4 * 2 + i;
           p[i] = n <= half && col <= row
-                     ? times<kWild>(sum[n].template total<S::kProducts>(2 * half + i),
-                                    decay.between[row][col])
+                     ? times<kWild>(sum[n].total(2 * half + i), decay.between[row][col])
                      : 0.f;
         }
         scores[n][half].set_left(p[0], p[1]);
       }
   }
 
-  __device__ __forceinline__ void make(const Slot<S>& slot, const Decay& decay) {
-    Sum sum[S::kValueTiles];
-#pragma unroll
-    for (int n = 0; n < S::kValueTiles; n++) sum[n].clear();
-#pragma unroll
-    for (int tile = 0; tile < S::kKeyTiles; tile++) {
-      Pair<S::kProducts> right[S::kValueTiles];
-#pragma unroll
-      for (int n = 0; n < S::kValueTiles; n++) {
-        const float2 x = pair_at<S::kRow>(slot.state, n * 8 + lane / 4, tile, lane);
-        right[n].set_right(x.x, x.y);
-      }
-      add_products(sum, queries[tile], right);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float weight = decay.from_start[lane / 4 + i / 2 * 8];
-#pragma unroll
-      for (int n = 0; n < S::kValueTiles; n++)
-        y[n][i] = weight * sum[n].template total<S::kProducts>(i);
-    }
-#pragma unroll
-    for (int n = 0; n < S::kValueTiles; n++) sum[n].clear();
-    Pair<S::kProducts> errors[2][S::kValueTiles];
-#pragma unroll
-    for (int n = 0; n < S::kValueTiles; n++) {
-      const auto four = read_group(slot.errors, n * 8 + lane / 4, lane);
-#pragma unroll
-      for (int eight = 0; eight < 2; eight++)
-        errors[eight][n].set_right(four.x[2 * eight], four.x[2 * eight + 1]);
-    }
-#pragma unroll
-    for (int eight = 0; eight < 2; eight++) add_products(sum, scores[eight], errors[eight]);
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int n = 0; n < S::kValueTiles; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) y[n][i] += sum[n].template total<S::kProducts>(i);
+      for (int i = 0; i < 4; i++) y[n][i] = 0;
+  }
+
+  __device__ __forceinline__ void read_queries(Pair<S::kProducts> (&to)[2], const float* q,
+                                               int tile) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float2 x = pair_at<S::kRow>(q, lane / 4 + i * 8, tile, lane);
+      to[i].set_left(x.x, x.y);
+    }
   }
 };
 
@@ -105,12 +124,9 @@ __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& share
     const float* const q = shared.queries(stage.slot);
     shared.loaded[stage.slot].wait(stage.parity);
     shared.made[stage.slot].wait(stage.parity);
-    if (__builtin_expect(decay.wild, 0))
-      out.template compare<true>(q, shared.keys(stage.slot), decay);
-    else
-      out.template compare<false>(q, shared.keys(stage.slot), decay);
+    out.compare(q, shared.keys(stage.slot), decay);
     shared.known[slot.slot].wait(slot.parity);
-    out.make(shared.slots[slot.slot], decay);
+    out.make(q, shared.slots[slot.slot], decay);
     arrive(shared.used[slot.slot], lane);
     if (lane == 0) shared.free[stage.slot].arrive();
     stage.skip(S::kTurns);

@@ -3,7 +3,7 @@
 //
 //   writes_t = -sum_j W_tj d_j k_j        errors_t = sum_j W_tj v_j        keys_t = to_end_t k_t
 //
-// W is never made: what it multiplies is substituted forward, two columns of k or v a lane.
+// W is never made: what it multiplies is substituted forward, two or four columns of k or v a lane.
 #pragma once
 #include "delta16_shape.cuh"
 
@@ -12,38 +12,58 @@ struct Preparer {
   float (&alike)[kChunk][kDiagonalRow];
   int lane;
 
-  template <bool kWild>
   __device__ __forceinline__ void make(Slot<S>& to, const float* k, const float* v,
                                        const Decay& decay) const {
-    compare<kWild>(k, decay);
+    Sum<S::kProducts> sum[2];
+    compare(sum, k);
+    if (__builtin_expect(decay.wild, 0))
+      make<true>(to, sum, k, v, decay);
+    else
+      make<false>(to, sum, k, v, decay);
+  }
+
+ private:
+  static constexpr int kAcross = S::kAcross;
+  static constexpr int kKeyLanes = S::kKeyTiles * 8 / kAcross;
+  static constexpr int kValueLanes = S::kValueTiles * 8 / kAcross;
+
+  template <bool kWild>
+  __device__ __forceinline__ void make(Slot<S>& to, const Sum<S::kProducts> (&sum)[2],
+                                       const float* k, const float* v, const Decay& decay) const {
+    put_alike<kWild>(sum, decay);
     const bool of_keys = lane < kKeyLanes;
-    const int pair = of_keys ? lane : min(lane - kKeyLanes, kValueLanes - 1);
-    const float* const from = (of_keys ? k : v) + 2 * pair;
-    float x[kChunk][2];
+    const int col = kAcross * (of_keys ? lane : min(lane - kKeyLanes, kValueLanes - 1));
+    const float* const from = (of_keys ? k : v) + col;
+    float x[kChunk][kAcross];
 #pragma unroll
     for (int t = 0; t < kChunk; t++) {
-      const float2 two = *reinterpret_cast<const float2*>(from + t * S::kRow);
-      x[t][0] = two.x, x[t][1] = two.y;
+      const auto some = *reinterpret_cast<const Run<float, kAcross>*>(from + t * S::kRow);
+#pragma unroll
+      for (int i = 0; i < kAcross; i++) x[t][i] = some.x[i];
     }
     if (of_keys) {
-      put_keys<kWild>(to.keys, x, 2 * lane, decay);
+#pragma unroll
+      for (int i = 0; i < kAcross; i++)
+        put_column(to.keys, col + i, [&](int t) { return times<kWild>(x[t][i], decay.to_end[t]); });
 #pragma unroll
       for (int t = 0; t < kChunk; t++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) x[t][i] = times<kWild>(x[t][i], -decay.from_start[t]);
+        for (int i = 0; i < kAcross; i++) x[t][i] = times<kWild>(x[t][i], -decay.from_start[t]);
     }
     __syncwarp();  // alike is complete
     substitute<kWild>(x);
     if (of_keys) {
 #pragma unroll
-      for (int t = 0; t < kChunk; t++)
-        *reinterpret_cast<float2*>(to.writes + t * S::kRow + 2 * lane) = {x[t][0], x[t][1]};
+      for (int t = 0; t < kChunk; t++) {
+        Run<float, kAcross> some;
+#pragma unroll
+        for (int i = 0; i < kAcross; i++) some.x[i] = x[t][i];
+        *reinterpret_cast<Run<float, kAcross>*>(to.writes + t * S::kRow + col) = some;
+      }
     } else if (lane < kKeyLanes + kValueLanes) {
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-#pragma unroll
-        for (int group = 0; group < 4; group++)
-          put_group(to.errors, 2 * pair + i, group, [&](int t) { return x[t][i]; });
+      for (int i = 0; i < kAcross; i++)
+        put_column(to.errors, col + i, [&](int t) { return x[t][i]; });
     }
     if (lane == 0) {
       to.whole = decay.whole;
@@ -52,15 +72,9 @@ struct Preparer {
     }
   }
 
- private:
-  static constexpr int kKeyLanes = S::kKeyTiles * 4, kValueLanes = S::kValueTiles * 4;
-
   // Rows of the left factor are those of the right one.
-  template <bool kWild>
-  __device__ __forceinline__ void compare(const float* k, const Decay& decay) const {
-    Sum sum[2];
-    sum[0].clear(), sum[1].clear();
-#pragma unroll
+  __device__ __forceinline__ void compare(Sum<S::kProducts> (&sum)[2], const float* k) const {
+#pragma unroll(S::kKeyTiles > 4 ? 2 : S::kKeyTiles)
     for (int tile = 0; tile < S::kKeyTiles; tile++) {
       Pair<S::kProducts> rows[2];
 #pragma unroll
@@ -70,20 +84,24 @@ struct Preparer {
       }
       add_products(sum, rows, rows);
     }
+  }
+
+  template <bool kWild>
+  __device__ __forceinline__ void put_alike(const Sum<S::kProducts> (&sum)[2],
+                                            const Decay& decay) const {
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {  // elsewhere a product may be anything: it is not multiplied
         const int row = lane / 4 + i / 2 * 8, col = n * 8 + lane % 4 * 2 + i % 2;
         if (n <= i / 2)
-          alike[col][row] = col < row ? times<kWild>(sum[n].template total<S::kProducts>(i),
-                                                     decay.between[row][col])
-                                      : 0.f;
+          alike[col][row] =
+              col < row ? times<kWild>(sum[n].total(i), decay.between[row][col]) : 0.f;
       }
   }
 
   template <bool kWild>
-  __device__ __forceinline__ void substitute(float (&x)[kChunk][2]) const {
+  __device__ __forceinline__ void substitute(float (&x)[kChunk][kAcross]) const {
 #pragma unroll
     for (int j = 0; j < kChunk - 1; j++)
 #pragma unroll
@@ -93,29 +111,20 @@ struct Preparer {
         for (int e = 0; e < 4; e++)
           if (first + e > j)
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < kAcross; i++) {
               float& to = x[first + e][i];
               to = kWild ? bounded(to - bounded(a.x[e] * x[j][i])) : to - a.x[e] * x[j][i];
             }
       }
   }
 
-  template <bool kWild>
-  static __device__ __forceinline__ void put_keys(float* to, const float (&x)[kChunk][2], int row,
-                                                  const Decay& decay) {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int group = 0; group < 4; group++)
-        put_group(to, row + i, group,
-                  [&](int t) { return times<kWild>(x[t][i], decay.to_end[t]); });
-  }
-
   template <class F>
-  static __device__ __forceinline__ void put_group(float* to, int row, int group, F number) {
-    *reinterpret_cast<float4*>(to + group_at(row, group)) = {
-        number(token_of(group, 0)), number(token_of(group, 1)), number(token_of(group, 2)),
-        number(token_of(group, 3))};
+  static __device__ __forceinline__ void put_column(float* to, int col, F number) {
+#pragma unroll
+    for (int group = 0; group < 4; group++)
+      *reinterpret_cast<float4*>(to + group_at(col, group)) = {
+          number(token_of(group, 0)), number(token_of(group, 1)), number(token_of(group, 2)),
+          number(token_of(group, 3))};
   }
 };
 
@@ -136,10 +145,7 @@ __device__ __forceinline__ void prepare(Shared<S>& shared, int team, int lane) {
     const Decay& decay = shared.decays[stage.slot];
     Slot<S>& to = shared.slots[slot.slot];
     const float *const k = shared.keys(stage.slot), *const v = shared.values(stage.slot);
-    if (__builtin_expect(decay.wild, 0))
-      preparer.template make<true>(to, k, v, decay);
-    else
-      preparer.template make<false>(to, k, v, decay);
+    preparer.make(to, k, v, decay);
     arrive(shared.prepared[slot.slot], lane);
     if (lane == 0) shared.free[stage.slot].arrive();
     stage.skip(S::kTeams);

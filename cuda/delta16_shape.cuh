@@ -22,12 +22,15 @@ struct Shape {
   static constexpr int kStateWarps = (V + 15) / 16;
   static constexpr int kStateRows = kStateWarps * 16;  // columns of V
   static constexpr int kStage = 3 * kChunk * kRow;     // numbers: q, k, v
+  static constexpr bool kSmall = kStateWarps <= 2;
+  static constexpr int kAcross = (kKeyTiles + kValueTiles) * 8 > 64 ? 4 : 2;  // columns a lane
   static constexpr int kOthers = kStateWarps + 2;
   static constexpr int kMany = kTeams + kTurns;
   static constexpr int kRows = kMany > (kOthers + 1) / 2 * 2 ? kMany / 2 : (kOthers + 1) / 2;
-  static constexpr int kThreads = 32 * (4 * kRows - (kOthers > 2 * kRows - 2 ? 0 : 2));
+  static constexpr int kThreads =
+      32 * (kSmall ? 4 * kRows - (kOthers > 2 * kRows - 2 ? 0 : 2) : 6 + kMany);
 
-  static_assert(K <= 32 && V <= 32, "two columns a lane for all of k and v");
+  static_assert(K <= 64 && V <= 64, "four columns a lane for all of k and v");
   static_assert(kTeams % 2 == 0 && kTurns % 2 == 0, "one after the other of two warps in four");
   static_assert(kStages % 2 == 0, "decays are made for two chunks at a time");
   static_assert(kTeams <= kSlots && kTurns <= kSlots && kSlots <= kStages,
@@ -36,8 +39,8 @@ struct Shape {
 };
 
 // What a warp does, and as which of those that do the same. Of four warps in a row, each has a
-// tensor core and an instruction cache of its own: outputs and preparations are left to the first
-// two of every four, all else to the other two.
+// tensor core and an instruction cache of its own. Two warps of the state leave theirs to hardly
+// anybody else; of more, each has one, and the rest is dealt out evenly.
 enum Job { kOutputs, kPreparations, kState, kDecays, kCopies, kNothing };
 struct Role {
   Job job;
@@ -45,13 +48,22 @@ struct Role {
 };
 template <class S>
 __device__ __forceinline__ Role find_role(int warp) {
-  const int i = warp / 4 * 2 + warp % 2;
-  if (warp % 4 < 2) {
-    if (i < S::kTurns) return {kOutputs, i};
-    return i < S::kMany ? Role{kPreparations, i - S::kTurns} : Role{kNothing, 0};
+  if (S::kSmall) {
+    const int i = warp / 4 * 2 + warp % 2;
+    if (warp % 4 < 2) {
+      if (i < S::kTurns) return {kOutputs, i};
+      return i < S::kMany ? Role{kPreparations, i - S::kTurns} : Role{kNothing, 0};
+    }
+    if (i < S::kStateWarps) return {kState, i};
+    return {i == S::kStateWarps ? kDecays : (i == S::kStateWarps + 1 ? kCopies : kNothing), 0};
   }
-  if (i < S::kStateWarps) return {kState, i};
-  return {i == S::kStateWarps ? kDecays : (i == S::kStateWarps + 1 ? kCopies : kNothing), 0};
+  if (warp < 4) return {warp < S::kStateWarps ? kState : kNothing, warp};
+  const int i = warp - 4 - S::kTurns;
+  if (i < 0) return {kOutputs, warp - 4};
+  constexpr int kFeeds = S::kTurns % 4 == 0 ? S::kTeams : 2;
+  if (i < kFeeds) return {kPreparations, i};
+  if (i == kFeeds) return {kDecays, 0};
+  return i == kFeeds + 1 ? Role{kCopies, 0} : Role{kPreparations, i - 2};
 }
 
 // What a block works on.

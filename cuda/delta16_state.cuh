@@ -3,13 +3,14 @@
 #include "delta16_shape.cuh"
 
 // The transposed state of one warp: tiles of 8 rows of K, as mma leaves them, and what roundings
-// took from them. What does not wait for the state is read before it is wanted.
+// took from them. What does not wait for the state is read before it is wanted, as far as there are
+// registers for it.
 template <class S>
 struct Keeper {
   float x[S::kKeyTiles][4], carry[S::kKeyTiles][4];
-  Run<float, 4> given[2];           // W v, rows lane / 4 and 8 below
-  float2 writes[2][S::kKeyTiles];   // of tokens lane / 4 and 8 behind
-  Pair<S::kProducts> errors[2][2];  // [eight tokens][row lane / 4 or 8 below]
+  Run<float, 4> given[2];                          // W v, rows lane / 4 and 8 below
+  float2 writes[S::kSmall ? S::kKeyTiles : 1][2];  // of tokens lane / 4 and 8 behind
+  Pair<S::kProducts> errors[2][2];                 // [eight tokens][row lane / 4 or 8 below]
   int col0, lane;
 
   // f(value, row of K, column of V), the latter counted from those of the warp.
@@ -40,33 +41,38 @@ struct Keeper {
 
   __device__ __forceinline__ void read(const Slot<S>& from) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < 2; half++)
       given[half] = read_group(from.errors, col0 + lane / 4 + half * 8, lane);
+    if (S::kSmall)
 #pragma unroll
-      for (int n = 0; n < S::kKeyTiles; n++)
-        writes[half][n] = pair_at<S::kRow>(from.writes, lane / 4 + half * 8, n, lane);
-    }
+      for (int n = 0; n < S::kKeyTiles; n++) read_writes(from, n);
+  }
+
+  __device__ __forceinline__ void read_writes(const Slot<S>& from, int n) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      writes[S::kSmall ? n : 0][half] = pair_at<S::kRow>(from.writes, lane / 4 + half * 8, n, lane);
   }
 
   // errors <- errors + writes S
   __device__ __forceinline__ void find_errors(Slot<S>& slot) {
-    Sum sum[2];  // of eight tokens
-    sum[0].clear(), sum[1].clear();
+    Sum<S::kProducts> sum[2];  // of eight tokens
 #pragma unroll
     for (int n = 0; n < S::kKeyTiles; n++) {
+      if (!S::kSmall) read_writes(slot, n);
       Pair<S::kProducts> left[2], right[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
+        const float2 w = writes[S::kSmall ? n : 0][half];
         left[half].set_left(x[n][2 * half], x[n][2 * half + 1]);
-        right[half].set_right(writes[half][n].x, writes[half][n].y);
+        right[half].set_right(w.x, w.y);
       }
       add_products(sum, left, right);
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        given[half].x[i] += sum[i / 2].template total<S::kProducts>(2 * half + i % 2);
+      for (int i = 0; i < 4; i++) given[half].x[i] += sum[i / 2].total(2 * half + i % 2);
       *reinterpret_cast<Run<float, 4>*>(
           slot.errors + group_at(col0 + lane / 4 + half * 8, lane % 4)) = given[half];
 #pragma unroll
@@ -77,15 +83,26 @@ struct Keeper {
 
   // S <- whole S + sum_j to_end_j k_j e_j^T
   __device__ __forceinline__ void advance(const Slot<S>& slot) {
-    const float whole = slot.whole, rest = slot.whole_rest;
-    float added[S::kKeyTiles][4];
-    Pair<S::kProducts> keys[2][S::kKeyTiles];
 #pragma unroll
-    for (int n = 0; n < S::kKeyTiles; n++) {
-      const auto four = read_group(slot.keys, n * 8 + lane / 4, lane);
+    for (int first = 0; first < S::kKeyTiles; first += kTogether) advance(slot, first);
+  }
+
+ private:
+  static constexpr int kTogether =
+      S::kKeyTiles % 4 == 0 ? 4 : (S::kKeyTiles % 3 == 0 ? 3 : S::kKeyTiles);
+
+  // The same for tiles from the first on.
+  __device__ __forceinline__ void advance(const Slot<S>& slot, int first) {
+    const float whole = slot.whole, rest = slot.whole_rest;
+    float added[kTogether][4];  // few tiles have a sum of their own for products of big numbers
+    Pair<S::kProducts> keys[2][kTogether];
+#pragma unroll
+    for (int n = 0; n < kTogether; n++) {
+      const auto four = read_group(slot.keys, (first + n) * 8 + lane / 4, lane);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        carry[n][i] = whole * carry[n][i] + rest * x[n][i];
+        float& c = carry[first + n][i];
+        c = whole * c + rest * x[first + n][i];
         added[n][i] = 0;
       }
 #pragma unroll
@@ -94,16 +111,19 @@ struct Keeper {
     }
 #pragma unroll
     for (int eight = 0; eight < 2; eight++)
-      add_products([&](int n) -> float (&)[4] { return added[n]; },
-                   [&](int n) -> float (&)[4] { return carry[n]; }, errors[eight], keys[eight]);
+      add_products(
+          [&](int pass, int n) -> float (&)[4] {
+            return S::kSmall && pass == S::kProducts - 1 ? added[n] : carry[first + n];
+          },
+          errors[eight], keys[eight]);
 #pragma unroll
-    for (int n = 0; n < S::kKeyTiles; n++)
+    for (int n = 0; n < kTogether; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float before = x[n][i], more = added[n][i] + carry[n][i];
-        const float after = fmaf(whole, before, more);
-        carry[n][i] = fmaf(whole, before, -after) + more;
-        x[n][i] = after;
+        float &to = x[first + n][i], &c = carry[first + n][i];
+        const float before = to, more = S::kSmall ? added[n][i] + c : c;
+        to = fmaf(whole, before, more);
+        c = fmaf(whole, before, -to) + more;
       }
   }
 };

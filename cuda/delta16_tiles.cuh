@@ -33,18 +33,20 @@ struct Pair {
   }
 };
 
-// A sum of 16 x 8 numbers as mma leaves it: products of what was cut off have a sum of their own,
-// so that fewer instructions wait for each other.
+// A sum of 16 x 8 numbers as mma leaves it, one for each kind of products, so that fewer
+// instructions wait for each other.
+template <int kProducts>
 struct Sum {
-  float main[4], cross[4];
+  float part[kProducts][4];
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ Sum() {
 #pragma unroll
-    for (int i = 0; i < 4; i++) main[i] = cross[i] = 0;
+    for (int p = 0; p < kProducts; p++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) part[p][i] = 0;
   }
-  template <int kProducts>
   __device__ __forceinline__ float total(int i) const {
-    return kProducts == kThree ? main[i] + cross[i] : main[i];
+    return kProducts == kThree ? part[2][i] + (part[0][i] + part[1][i]) : part[0][i];
   }
 };
 
@@ -54,29 +56,28 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a0)[2],
   mma_m16n8k8_tf32(d, left, b);
 }
 
-// main[n] and cross[n] += left right[n], 16 x 8 by 8 x 8 numbers: left[0] from row lane / 4,
-// left[1] from the row 8 below.
-template <int kProducts, int kTiles, class Main, class Cross>
-__device__ __forceinline__ void add_products(Main main, Cross cross,
-                                             const Pair<kProducts> (&left)[2],
+// sum(pass, n) += left right[n], 16 x 8 by 8 x 8 numbers: left[0] from row lane / 4, left[1] from
+// the row 8 below.
+template <int kProducts, int kTiles, class F>
+__device__ __forceinline__ void add_products(F sum, const Pair<kProducts> (&left)[2],
                                              const Pair<kProducts> (&right)[kTiles]) {
 #pragma unroll
   for (int pass = 0; pass < kProducts; pass++)
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
       if (pass == kProducts - 1)
-        multiply(main(n), left[0].big, left[1].big, right[n].big);
+        multiply(sum(pass, n), left[0].big, left[1].big, right[n].big);
       else if (pass == 0)
-        multiply(cross(n), left[0].rest, left[1].rest, right[n].big);
+        multiply(sum(pass, n), left[0].rest, left[1].rest, right[n].big);
       else
-        multiply(cross(n), left[0].big, left[1].big, right[n].rest);
+        multiply(sum(pass, n), left[0].big, left[1].big, right[n].rest);
     }
 }
 template <int kProducts, int kTiles>
-__device__ __forceinline__ void add_products(Sum (&sum)[kTiles], const Pair<kProducts> (&left)[2],
+__device__ __forceinline__ void add_products(Sum<kProducts> (&sum)[kTiles],
+                                             const Pair<kProducts> (&left)[2],
                                              const Pair<kProducts> (&right)[kTiles]) {
-  add_products([&](int n) -> float (&)[4] { return sum[n].main; },
-               [&](int n) -> float (&)[4] { return sum[n].cross; }, left, right);
+  add_products([&](int pass, int n) -> float (&)[4] { return sum[n].part[pass]; }, left, right);
 }
 
 // Rows of kRow numbers, 8 or 24 beyond a multiple of 32: two neighbours each of four rows meet in

@@ -95,6 +95,14 @@ CASES = [
     Case(24, 24, T=100, gate="random", dtype="float16", products="kOne", Hq=1),
     Case(16, 8, T=75, gate="0.9995", dtype="float16", products="kOne", options={"qk_l2norm": True}),
     Case(20, 31, T=50, aligned=False, gate="negative", dtype="float16", products="kOne"),
+    Case(64, 64, T=300, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),
+    Case(64, 64, T=100, gate="random", products="kOne", Hq=1),
+    Case(64, 64, T=70, gate="one", beta=(0.0, 1.0, 2.0), options={"qk_l2norm": True}),
+    Case(40, 64, T=150, gate="negative", B=2, tile_options={"teams": 2, "slots": 2}),
+    Case(64, 24, T=65, gate="0.9995", log=True),
+    Case(33, 45, T=100, aligned=False, gate="1e-37"),
+    Case(64, 64, T=65, gate="random", dtype="float16", options={"qk_l2norm": True}),
+    Case(48, 63, T=65, aligned=False, dtype="float16", products="kOne"),
 ]
 
 

@@ -9,7 +9,7 @@ from ..arrays import ITEMSIZE
 from .chunks32 import MAX_T, PRODUCTS, SHORTEST
 
 CHUNK = 16  # tokens
-MOST = 32  # numbers of a head
+MOST = 64  # numbers of a head
 DECAY_BYTES = 4 * (16 * 20 + 2 * 16 + 4)  # sizeof(Decay)
 ALIKE_BYTES = 4 * 16 * 20  # a chunk under way
 ITEM_BYTES = 7 * 8 + 2 * 4  # sizeof(Item)
@@ -35,8 +35,10 @@ class DeltaTile16:
 
     @property
     def threads(self) -> int:
-        others = self._state_warps + 2
-        rows = max((self.teams + self.turns) // 2, -(-others // 2))
+        workers, others = self.teams + self.turns, self._state_warps + 2
+        if self._state_warps > 2:
+            return 32 * (6 + workers)
+        rows = max(workers // 2, -(-others // 2))
         return 32 * (4 * rows - (0 if others > 2 * rows - 2 else 2))
 
     @property
@@ -66,8 +68,9 @@ def best_tile(
     vector = 16 // ITEMSIZE[dtype]
     wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
     products = PRODUCTS[precision if dtype == "float32" else "highest"]
-    for stages, slots in (12, 8), (6, 4):
-        tile = DeltaTile16(K, V, 4, 4, stages, slots, products, wide, dtype)
+    large = V > 32
+    for sizes in [(4, 2, 6, 4), (2, 2, 4, 2)] if large else [(4, 4, 12, 8), (4, 4, 6, 4)]:
+        tile = DeltaTile16(K, V, *sizes, products, wide, dtype)
         if tile.shared_bytes <= shared_limit:
             return tile
     return None
