@@ -113,13 +113,13 @@ template <class S>
 __device__ __forceinline__ void normalise_rows(float* rows, int lane) {
   float4* const row = reinterpret_cast<float4*>(rows + lane * S::kRow);
   float sum[4] = {};
-#pragma unroll
+#pragma unroll(4)
   for (int i = 0; i < 2 * S::kKeyTiles; i++) {
     const float4 x = row[i];
     sum[0] += x.x * x.x, sum[1] += x.y * x.y, sum[2] += x.z * x.z, sum[3] += x.w * x.w;
   }
   const float factor = 1.f / sqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
-#pragma unroll
+#pragma unroll(4)
   for (int i = 0; i < 2 * S::kKeyTiles; i++) {
     const float4 x = row[i];
     row[i] = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};

@@ -31,44 +31,51 @@ struct Preparer {
   __device__ __forceinline__ void make(Slot<S>& to, const Sum<S::kProducts> (&sum)[2],
                                        const float* k, const float* v, const Decay& decay) const {
     put_alike<kWild>(sum, decay);
-    const bool of_keys = lane < kKeyLanes;
-    const int col = kAcross * (of_keys ? lane : min(lane - kKeyLanes, kValueLanes - 1));
+    __syncwarp();
+    const int col = kAcross * (lane < kKeyLanes ? lane : lane - kKeyLanes);
+    if (lane >= kKeyLanes + kValueLanes) return;
+#pragma unroll 1
+    for (int i = 0; i < kAcross; i += kWild ? 1 : kAcross)  // one by one: rare code is short
+      make_columns<kWild, kWild ? 1 : kAcross>(to, k, v, decay, lane < kKeyLanes, col + i);
+    if (lane == 0) {
+      to.whole = decay.whole;
+      to.whole_rest = decay.whole_rest;
+    }
+  }
+
+  template <bool kWild, int kCols>
+  __device__ __forceinline__ void make_columns(Slot<S>& to, const float* k, const float* v,
+                                               const Decay& decay, bool of_keys, int col) const {
     const float* const from = (of_keys ? k : v) + col;
-    float x[kChunk][kAcross];
+    float x[kChunk][kCols];
 #pragma unroll
     for (int t = 0; t < kChunk; t++) {
-      const auto some = *reinterpret_cast<const Run<float, kAcross>*>(from + t * S::kRow);
+      const auto some = *reinterpret_cast<const Run<float, kCols>*>(from + t * S::kRow);
 #pragma unroll
-      for (int i = 0; i < kAcross; i++) x[t][i] = some.x[i];
+      for (int i = 0; i < kCols; i++) x[t][i] = some.x[i];
     }
     if (of_keys) {
 #pragma unroll
-      for (int i = 0; i < kAcross; i++)
+      for (int i = 0; i < kCols; i++)
         put_column(to.keys, col + i, [&](int t) { return times<kWild>(x[t][i], decay.to_end[t]); });
 #pragma unroll
       for (int t = 0; t < kChunk; t++)
 #pragma unroll
-        for (int i = 0; i < kAcross; i++) x[t][i] = times<kWild>(x[t][i], -decay.from_start[t]);
+        for (int i = 0; i < kCols; i++) x[t][i] = times<kWild>(x[t][i], -decay.from_start[t]);
     }
-    __syncwarp();  // alike is complete
     substitute<kWild>(x);
     if (of_keys) {
 #pragma unroll
       for (int t = 0; t < kChunk; t++) {
-        Run<float, kAcross> some;
+        Run<float, kCols> some;
 #pragma unroll
-        for (int i = 0; i < kAcross; i++) some.x[i] = x[t][i];
-        *reinterpret_cast<Run<float, kAcross>*>(to.writes + t * S::kRow + col) = some;
+        for (int i = 0; i < kCols; i++) some.x[i] = x[t][i];
+        *reinterpret_cast<Run<float, kCols>*>(to.writes + t * S::kRow + col) = some;
       }
-    } else if (lane < kKeyLanes + kValueLanes) {
+    } else {
 #pragma unroll
-      for (int i = 0; i < kAcross; i++)
+      for (int i = 0; i < kCols; i++)
         put_column(to.errors, col + i, [&](int t) { return x[t][i]; });
-    }
-    if (lane == 0) {
-      to.whole = decay.whole;
-      to.whole_rest = decay.whole_rest;
-      to.wild = kWild;
     }
   }
 
@@ -100,8 +107,8 @@ struct Preparer {
       }
   }
 
-  template <bool kWild>
-  __device__ __forceinline__ void substitute(float (&x)[kChunk][kAcross]) const {
+  template <bool kWild, int kCols>
+  __device__ __forceinline__ void substitute(float (&x)[kChunk][kCols]) const {
 #pragma unroll
     for (int j = 0; j < kChunk - 1; j++)
 #pragma unroll
@@ -111,7 +118,7 @@ struct Preparer {
         for (int e = 0; e < 4; e++)
           if (first + e > j)
 #pragma unroll
-            for (int i = 0; i < kAcross; i++) {
+            for (int i = 0; i < kCols; i++) {
               float& to = x[first + e][i];
               to = kWild ? bounded(to - bounded(a.x[e] * x[j][i])) : to - a.x[e] * x[j][i];
             }

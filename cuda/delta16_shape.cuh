@@ -23,6 +23,7 @@ struct Shape {
   static constexpr int kStateRows = kStateWarps * 16;  // columns of V
   static constexpr int kStage = 3 * kChunk * kRow;     // numbers: q, k, v
   static constexpr bool kSmall = kStateWarps <= 2;
+  static constexpr bool kFew = kSmall && kKeyTiles <= 4;  // tiles of a state's warp
   static constexpr int kAcross = (kKeyTiles + kValueTiles) * 8 > 64 ? 4 : 2;  // columns a lane
   static constexpr int kOthers = kStateWarps + 2;
   static constexpr int kMany = kTeams + kTurns;
@@ -80,8 +81,7 @@ struct alignas(16) Slot {
   float state[S::kStateRows * S::kRow];   // a row for each column of V: before the chunk
   float errors[S::kStateRows * kChunk];   // a row of groups for each column of V; first W v
   float keys[S::kKeyTiles * 8 * kChunk];  // a row of groups for each row of K, times to_end
-  float whole, whole_rest;
-  int wild, padding;
+  float whole, whole_rest, padding[2];
 };
 
 // Everything in shared memory. The item lies there too: registers are scarce.

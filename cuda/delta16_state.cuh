@@ -8,9 +8,9 @@
 template <class S>
 struct Keeper {
   float x[S::kKeyTiles][4], carry[S::kKeyTiles][4];
-  Run<float, 4> given[2];                          // W v, rows lane / 4 and 8 below
-  float2 writes[S::kSmall ? S::kKeyTiles : 1][2];  // of tokens lane / 4 and 8 behind
-  Pair<S::kProducts> errors[2][2];                 // [eight tokens][row lane / 4 or 8 below]
+  Run<float, 4> given[2];                        // W v, rows lane / 4 and 8 below
+  float2 writes[S::kFew ? S::kKeyTiles : 1][2];  // of tokens lane / 4 and 8 behind
+  Pair<S::kProducts> errors[2][2];               // [eight tokens][row lane / 4 or 8 below]
   int col0, lane;
 
   // f(value, row of K, column of V), the latter counted from those of the warp.
@@ -43,7 +43,7 @@ struct Keeper {
 #pragma unroll
     for (int half = 0; half < 2; half++)
       given[half] = read_group(from.errors, col0 + lane / 4 + half * 8, lane);
-    if (S::kSmall)
+    if (S::kFew)
 #pragma unroll
       for (int n = 0; n < S::kKeyTiles; n++) read_writes(from, n);
   }
@@ -51,7 +51,7 @@ struct Keeper {
   __device__ __forceinline__ void read_writes(const Slot<S>& from, int n) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      writes[S::kSmall ? n : 0][half] = pair_at<S::kRow>(from.writes, lane / 4 + half * 8, n, lane);
+      writes[S::kFew ? n : 0][half] = pair_at<S::kRow>(from.writes, lane / 4 + half * 8, n, lane);
   }
 
   // errors <- errors + writes S
@@ -59,11 +59,11 @@ struct Keeper {
     Sum<S::kProducts> sum[2];  // of eight tokens
 #pragma unroll
     for (int n = 0; n < S::kKeyTiles; n++) {
-      if (!S::kSmall) read_writes(slot, n);
+      if (!S::kFew) read_writes(slot, n);
       Pair<S::kProducts> left[2], right[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float2 w = writes[S::kSmall ? n : 0][half];
+        const float2 w = writes[S::kFew ? n : 0][half];
         left[half].set_left(x[n][2 * half], x[n][2 * half + 1]);
         right[half].set_right(w.x, w.y);
       }
@@ -113,7 +113,7 @@ struct Keeper {
     for (int eight = 0; eight < 2; eight++)
       add_products(
           [&](int pass, int n) -> float (&)[4] {
-            return S::kSmall && pass == S::kProducts - 1 ? added[n] : carry[first + n];
+            return S::kFew && pass == S::kProducts - 1 ? added[n] : carry[first + n];
           },
           errors[eight], keys[eight]);
 #pragma unroll
@@ -121,7 +121,7 @@ struct Keeper {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float &to = x[first + n][i], &c = carry[first + n][i];
-        const float before = to, more = S::kSmall ? added[n][i] + c : c;
+        const float before = to, more = S::kFew ? added[n][i] + c : c;
         to = fmaf(whole, before, more);
         c = fmaf(whole, before, -to) + more;
       }

@@ -181,7 +181,7 @@ def test_chunks_of_32_tokens_stay_in_registers(arch):
     tokens = dict(tokens=[4096], normalise=[False], arch=arch)
     small, large, largest = (24, 24), (64, 64), (128, 128)
     for shapes, dtype, precision in (
-        ([small, large], "float32", "highest"),
+        ([small, large, largest], "float32", "highest"),
         ([large], "float32", "tf32"),
         ([small, large, largest], "float16", "highest"),
     ):

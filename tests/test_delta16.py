@@ -226,7 +226,7 @@ def launch_on_gpu(case: Case, x: dict) -> tuple:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "tf32"])
 @pytest.mark.parametrize(("T", "H"), [(256, 300), (1000, 1), (5000, 2), (300, 100)])
-@pytest.mark.parametrize(("K", "V"), [(32, 32), (16, 24), (24, 24), (30, 7)])
+@pytest.mark.parametrize(("K", "V"), [(32, 32), (64, 64), (24, 24), (30, 7), (33, 48)])
 def test_the_public_function_runs_it(T, H, K, V, dtype, rng):
     from cupy_gdelta import gated_delta_rule
 

@@ -81,7 +81,7 @@ def test_chunks_of_the_delta_rule_fit(limit, dtype):
                 assert tile.threads <= 512
                 assert K % tile.wide == V % tile.wide == 0
                 assert tile.stages > tile.slots >= tile.teams
-                assert (chosen.kernel == "delta16") == (max(K, V) <= 32)
+                assert (chosen.kernel == "delta16") == (max(K, V) <= 64)
                 if chosen.kernel == "delta16":
                     continue
                 assert tile.cols * tile.col_blocks >= V

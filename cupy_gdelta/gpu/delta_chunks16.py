@@ -68,8 +68,8 @@ def best_tile(
     vector = 16 // ITEMSIZE[dtype]
     wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
     products = PRODUCTS[precision if dtype == "float32" else "highest"]
-    large = V > 32
-    for sizes in [(4, 2, 6, 4), (2, 2, 4, 2)] if large else [(4, 4, 12, 8), (4, 4, 6, 4)]:
+    small = max(K, V) <= 32
+    for sizes in [(4, 4, 12, 8), (4, 4, 6, 4)] if small else [(4, 2, 6, 4), (2, 2, 4, 2)]:
         tile = DeltaTile16(K, V, *sizes, products, wide, dtype)
         if tile.shared_bytes <= shared_limit:
             return tile
