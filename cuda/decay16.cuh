@@ -17,7 +17,7 @@ __device__ __forceinline__ T times(T x, T y) {
 
 // beta is multiplied into whatever weighs a token that is written.
 struct alignas(16) Decay {
-  float between[kChunk][kDiagonalRow];  // [i][j]: gates j + 1 to i, and beta of j; 0 for j > i
+  float between[kChunk][kDiagonalRow];  // [i][j]: gates j + 1 to i, and beta of j; anything for j > i
   float from_start[kChunk];             // gates 0 to t
   float to_end[kChunk];                 // gates t + 1 to 15, and beta of t
   float whole, whole_rest;              // all gates, as a sum
@@ -55,12 +55,25 @@ __device__ __forceinline__ void fill_decays(Decay& to, bool wild, int lane, doub
     to.whole_rest = float(head - to.whole);
     to.wild = wild;
   }
-  const float g = float(gate);
-  float d = 0;
+}
+
+// A column of what lies between tokens by each lane, from beta down. Lanes of a chunk show their
+// gates to each other in what is spare of its first four rows.
+template <bool kWild>
+__device__ __forceinline__ void fill_between(Decay& to, int lane, float gate, float beta) {
+  static_assert(kDiagonalRow - kChunk == 4, "four numbers are spare in each row");
+  const int in = lane % kChunk;
+  to.between[in / 4][kChunk + in % 4] = gate;
+  __syncwarp();
+  float gates[kChunk];
+#pragma unroll
+  for (int i = 0; i < kChunk; i += 4)
+    *reinterpret_cast<Run<float, 4>*>(gates + i) =
+        *reinterpret_cast<const Run<float, 4>*>(to.between[i / 4] + kChunk);
+  float d = beta;
 #pragma unroll
   for (int i = 0; i < kChunk; i++) {
-    const float next = __shfl_sync(0xffffffffu, g, i, kChunk);
-    d = i == in ? beta : (i > in ? times<kWild>(d, next) : 0.f);
+    if (i > in) d = times<kWild>(d, gates[i]);
     to.between[i][in] = d;
   }
 }

@@ -9,13 +9,11 @@
 // line is solved before S is known (delta16_prepare.cuh): e = W v - W d k S, a product and a sum.
 //
 // A block walks through the chunks of a sequence for one head. Its warps have roles: one has q, k
-// and v copied; one makes decays; some prepare chunks, by turns; one to four keep the state, which
-// they write into shared memory before each chunk, find errors and advance it; some make outputs,
-// by turns. From chunk to chunk only the state's warps wait for each other's products: two of them,
-// one after the other, and no barrier between. A chunk lies in a stage until it has been prepared
-// and its outputs have been made; what was prepared lies in a slot.
+// and v copied; one or two make decays; some prepare chunks, by turns; one to four keep the state,
+// 16 columns of V each, find errors and outputs, and advance it. From chunk to chunk only the
+// state's warps wait for each other's products: two of them, one after the other, and no barrier
+// between. A chunk lies in a stage and what was prepared of it in a slot until the state is past it.
 #include "delta16_feed.cuh"
-#include "delta16_outputs.cuh"
 #include "delta16_prepare.cuh"
 #include "delta16_state.cuh"
 
@@ -24,22 +22,21 @@ __device__ __forceinline__ void set_up(Shared<S>& shared) {
   for (int i = 0; i < S::kStages; i++) {
     shared.loaded[i].init(32);
     shared.made[i].init(1);
-    shared.free[i].init(2);
+    shared.free[i].init(S::kStateWarps);
   }
   for (int i = 0; i < S::kSlots; i++) {
     shared.prepared[i].init(1);
-    shared.known[i].init(S::kStateWarps);
-    shared.used[i].init(S::kStateWarps + 1);
+    shared.used[i].init(S::kStateWarps);
   }
 }
 
 // grid: N * H blocks. block: Shape::kThreads.
-template <class In, int K, int V, int kTeams, int kTurns, int kStages, int kSlots, int kProducts,
+template <class In, int K, int V, int kTeams, int kDecayWarps, int kStages, int kSlots, int kProducts,
           int kWide, bool kNormalise>
 __global__ void __launch_bounds__(
-    Shape<In, K, V, kTeams, kTurns, kStages, kSlots, kProducts, kWide, kNormalise>::kThreads, 1)
+    Shape<In, K, V, kTeams, kDecayWarps, kStages, kSlots, kProducts, kWide, kNormalise>::kThreads, 1)
     delta16(const CallArgs a) {
-  using S = Shape<In, K, V, kTeams, kTurns, kStages, kSlots, kProducts, kWide, kNormalise>;
+  using S = Shape<In, K, V, kTeams, kDecayWarps, kStages, kSlots, kProducts, kWide, kNormalise>;
   DYNAMIC_SHARED(unsigned char, raw);
   auto& shared = *reinterpret_cast<Shared<S>*>(raw);
   // zeros beside what is copied and written: numbers written over them are zeros
@@ -52,17 +49,15 @@ __global__ void __launch_bounds__(
 
   const int lane = threadIdx.x % 32;
   const Role role = find_role<S>(threadIdx.x / 32);
-  if (role.job == kOutputs) {
-    make_outputs(a, shared, role.index, lane);
+  if (role.job == kState) {
+    keep_state(a, shared, role.index, lane);
     if (a.cu_seqlens && shared.item.n == a.N - 1)
       clear_rest<S>(a, shared.item, 32 * role.index + lane);
   } else if (role.job == kPreparations) {
     prepare(shared, role.index, lane);
-  } else if (role.job == kState) {
-    keep_state(a, shared, role.index, lane);
   } else if (role.job == kDecays) {
-    make_decays(a, shared, lane);
-  } else if (role.job == kCopies) {
+    make_decays(a, shared, role.index, lane);
+  } else {
     copy(a, shared, lane);
   }
 }

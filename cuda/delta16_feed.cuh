@@ -2,13 +2,16 @@
 #pragma once
 #include "delta16_shape.cuh"
 
-// Decays by one warp, one token a lane of two chunks. Each gate is a read of its own, far from the
+// Decays by warps, one token a lane of two chunks, every kDecayWarps-th two chunks each. Each gate is a read of its own, far from the
 // next one: it is under way for the time of those chunks.
 template <class S>
-__device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared, int lane) {
+__device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared, int warp,
+                                            int lane) {
+  constexpr int kStep = 2 * S::kDecayWarps * kChunk;
   const Item& item = shared.item;
   const int tokens = item.tokens;
-  const long long first = item.start + lane;
+  const int begin = warp * 2 * kChunk;
+  const long long first = item.start + begin + lane;
   long long gate_at =
       item.b * a.gate_stride[0] + first * a.gate_stride[1] + item.h * a.gate_stride[2];
   long long beta_at =
@@ -18,28 +21,32 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
     if (t >= tokens) return;
     gate.load(a.gate, gate_at, a.gate_kind);
     beta.load(a.beta, beta_at, a.beta_kind);
-    gate_at += 2 * kChunk * a.gate_stride[1];
-    beta_at += 2 * kChunk * a.beta_stride[1];
+    gate_at += kStep * a.gate_stride[1];
+    beta_at += kStep * a.beta_stride[1];
   };
-  fetch(lane);
+  fetch(begin + lane);
   Turn<S::kStages> stage;
+  stage.skip(2 * warp);
 #pragma unroll 1
-  for (int t = lane; t - lane < tokens; t += 2 * kChunk, stage.skip(2)) {
+  for (int t = begin + lane; t - lane < tokens; t += kStep, stage.skip(2 * S::kDecayWarps)) {
     double g = 1;
     float b = 0;
     if (t < tokens) {
       g = gate.template value<double>(a.gate_kind);
       b = beta.template value<float>(a.beta_kind);
     }
-    fetch(t + 2 * kChunk);
+    fetch(t + kStep);
     const bool wild = grows(g);
 #pragma unroll
     for (int i = 0; i < 2; i++) shared.free[stage.slot + i].wait(stage.parity ^ 1);
     Decay& to = shared.decays[stage.slot + lane / kChunk];
-    if (__builtin_expect(__any_sync(0xffffffffu, wild), 0))
+    if (__builtin_expect(__any_sync(0xffffffffu, wild), 0)) {
+      fill_between<true>(to, lane, float(g), b);
       fill_decays<true>(to, wild, lane, g, b);
-    else
+    } else {
+      fill_between<false>(to, lane, float(g), b);
       fill_decays<false>(to, false, lane, g, b);
+    }
 #pragma unroll
     for (int i = 0; i < 2; i++) arrive(shared.made[stage.slot + i], lane);
   }

@@ -2,6 +2,7 @@
 // With A_ij = beta_j D_ij k_i . k_j for j < i and W = (I + A)^-1:
 //
 //   writes_t = -sum_j W_tj d_j k_j        errors_t = sum_j W_tj v_j        keys_t = to_end_t k_t
+//   scores_tj = (q_t . k_j) D_tj, j <= t
 //
 // W is never made: what it multiplies is substituted forward, two or four columns of k or v a lane.
 #pragma once
@@ -12,14 +13,17 @@ struct Preparer {
   float (&alike)[kChunk][kDiagonalRow];
   int lane;
 
-  __device__ __forceinline__ void make(Slot<S>& to, const float* k, const float* v,
-                                       const Decay& decay) const {
-    Sum<S::kProducts> sum[2];
-    compare(sum, k);
-    if (__builtin_expect(decay.wild, 0))
-      make<true>(to, sum, k, v, decay);
-    else
-      make<false>(to, sum, k, v, decay);
+  __device__ __forceinline__ void make(Slot<S>& to, const float* q, const float* k,
+                                       const float* v, const Decay& decay) const {
+    Sum<S::kProducts> of_keys[2], of_queries[2];
+    compare(of_keys, of_queries, q, k);
+    if (__builtin_expect(decay.wild, 0)) {
+      put_products<true>(to, of_keys, of_queries, decay);
+      make<true>(to, k, v, decay);
+    } else {
+      put_products<false>(to, of_keys, of_queries, decay);
+      make<false>(to, k, v, decay);
+    }
   }
 
  private:
@@ -28,19 +32,14 @@ struct Preparer {
   static constexpr int kValueLanes = S::kValueTiles * 8 / kAcross;
 
   template <bool kWild>
-  __device__ __forceinline__ void make(Slot<S>& to, const Sum<S::kProducts> (&sum)[2],
-                                       const float* k, const float* v, const Decay& decay) const {
-    put_alike<kWild>(sum, decay);
+  __device__ __forceinline__ void make(Slot<S>& to, const float* k, const float* v,
+                                       const Decay& decay) const {
     __syncwarp();
     const int col = kAcross * (lane < kKeyLanes ? lane : lane - kKeyLanes);
     if (lane >= kKeyLanes + kValueLanes) return;
 #pragma unroll 1
     for (int i = 0; i < kAcross; i += kWild ? 1 : kAcross)  // one by one: rare code is short
       make_columns<kWild, kWild ? 1 : kAcross>(to, k, v, decay, lane < kKeyLanes, col + i);
-    if (lane == 0) {
-      to.whole = decay.whole;
-      to.whole_rest = decay.whole_rest;
-    }
   }
 
   template <bool kWild, int kCols>
@@ -79,32 +78,48 @@ struct Preparer {
     }
   }
 
-  // Rows of the left factor are those of the right one.
-  __device__ __forceinline__ void compare(Sum<S::kProducts> (&sum)[2], const float* k) const {
-#pragma unroll(S::kKeyTiles > 4 ? 2 : S::kKeyTiles)
+  // Rows of k are both factors: what is rounded serves as the right one too.
+  __device__ __forceinline__ void compare(Sum<S::kProducts> (&of_keys)[2],
+                                          Sum<S::kProducts> (&of_queries)[2], const float* q,
+                                          const float* k) const {
+#pragma unroll(S::kFew ? S::kKeyTiles : 1)
     for (int tile = 0; tile < S::kKeyTiles; tile++) {
-      Pair<S::kProducts> rows[2];
+      Pair<S::kProducts> keys[2], queries[2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 x = pair_at<S::kRow>(k, lane / 4 + i * 8, tile, lane);
-        rows[i].set_left(x.x, x.y);
+        const float2 y = pair_at<S::kRow>(q, lane / 4 + i * 8, tile, lane);
+        keys[i].set_left(x.x, x.y);
+        queries[i].set_left(y.x, y.y);
       }
-      add_products(sum, rows, rows);
+      add_products(of_keys, keys, keys);
+      add_products(of_queries, queries, keys);
     }
   }
 
   template <bool kWild>
-  __device__ __forceinline__ void put_alike(const Sum<S::kProducts> (&sum)[2],
-                                            const Decay& decay) const {
+  __device__ __forceinline__ void put_products(Slot<S>& to,
+                                               const Sum<S::kProducts> (&of_keys)[2],
+                                               const Sum<S::kProducts> (&of_queries)[2],
+                                               const Decay& decay) const {
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int half = 0; half < 2; half++) {
+      const int row = lane / 4 + half * 8;
+      float scores[4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {  // elsewhere a product may be anything: it is not multiplied
-        const int row = lane / 4 + i / 2 * 8, col = n * 8 + lane % 4 * 2 + i % 2;
-        if (n <= i / 2)
+      for (int n = 0; n <= half; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {  // above the diagonal a product may be anything, NaN too
+          const int col = n * 8 + lane % 4 * 2 + i;
+          const float weight = decay.between[row][col];
           alike[col][row] =
-              col < row ? times<kWild>(sum[n].total(i), decay.between[row][col]) : 0.f;
-      }
+              col < row ? times<kWild>(of_keys[n].total(2 * half + i), weight) : 0.f;
+          scores[2 * n + i] =
+              col <= row ? times<kWild>(of_queries[n].total(2 * half + i), weight) : 0.f;
+        }
+      *reinterpret_cast<float4*>(to.scores + group_at(row, lane % 4)) = {scores[0], scores[1],
+                                                                         scores[2], scores[3]};
+    }
   }
 
   template <bool kWild, int kCols>
@@ -152,9 +167,8 @@ __device__ __forceinline__ void prepare(Shared<S>& shared, int team, int lane) {
     const Decay& decay = shared.decays[stage.slot];
     Slot<S>& to = shared.slots[slot.slot];
     const float *const k = shared.keys(stage.slot), *const v = shared.values(stage.slot);
-    preparer.make(to, k, v, decay);
+    preparer.make(to, shared.queries(stage.slot), k, v, decay);
     arrive(shared.prepared[slot.slot], lane);
-    if (lane == 0) shared.free[stage.slot].arrive();
     stage.skip(S::kTeams);
     slot.skip(S::kTeams);
   }

@@ -1,4 +1,5 @@
-// The state under the delta rule in chunks of 16 tokens, by warps that keep 16 columns of V each.
+// The state under the delta rule in chunks of 16 tokens, by warps that keep 16 columns of V each and
+// make their outputs.
 #pragma once
 #include "delta16_shape.cuh"
 
@@ -10,7 +11,9 @@ struct Keeper {
   float x[S::kKeyTiles][4], carry[S::kKeyTiles][4];
   Run<float, 4> given[2];                        // W v, rows lane / 4 and 8 below
   float2 writes[S::kFew ? S::kKeyTiles : 1][2];  // of tokens lane / 4 and 8 behind
-  Pair<S::kProducts> errors[2][2];               // [eight tokens][row lane / 4 or 8 below]
+  float2 queries[S::kFew ? S::kKeyTiles : 1][2];
+  Pair<S::kProducts> errors[2][2];  // [eight tokens][row lane / 4 or 8 below]
+  float y[2][4];                    // [eight tokens]: rows as those of errors
   int col0, lane;
 
   // f(value, row of K, column of V), the latter counted from those of the warp.
@@ -29,71 +32,116 @@ struct Keeper {
       for (int i = 0; i < 4; i++) carry[n][i] = 0;
   }
 
-  __device__ __forceinline__ void publish(Slot<S>& to) const {
-    float* const row = to.state + (col0 + lane / 4) * S::kRow + lane % 4 * 2;
+  __device__ __forceinline__ void read(const Slot<S>& from, const float* q) {
+    if (!S::kFew) return;
+    read_given(from);
 #pragma unroll
-    for (int n = 0; n < S::kKeyTiles; n++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        *reinterpret_cast<float2*>(row + half * 8 * S::kRow + n * 8) = {x[n][2 * half],
-                                                                        x[n][2 * half + 1]};
+    for (int n = 0; n < S::kKeyTiles; n++) read_tile(from, q, n);
   }
 
-  __device__ __forceinline__ void read(const Slot<S>& from) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      given[half] = read_group(from.errors, col0 + lane / 4 + half * 8, lane);
-    if (S::kFew)
-#pragma unroll
-      for (int n = 0; n < S::kKeyTiles; n++) read_writes(from, n);
-  }
-
-  __device__ __forceinline__ void read_writes(const Slot<S>& from, int n) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      writes[S::kFew ? n : 0][half] = pair_at<S::kRow>(from.writes, lane / 4 + half * 8, n, lane);
-  }
-
-  // errors <- errors + writes S
-  __device__ __forceinline__ void find_errors(Slot<S>& slot) {
-    Sum<S::kProducts> sum[2];  // of eight tokens
+  // errors <- W v + writes S, and y <- d q S
+  __device__ __forceinline__ void meet_state(const Slot<S>& slot, const float* q,
+                                             const Decay& decay) {
+    Sum<S::kProducts> of_writes[2], of_queries[2];  // of eight tokens
 #pragma unroll
     for (int n = 0; n < S::kKeyTiles; n++) {
-      if (!S::kFew) read_writes(slot, n);
+      if (!S::kFew) read_tile(slot, q, n);
       Pair<S::kProducts> left[2], right[2];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float2 w = writes[S::kFew ? n : 0][half];
         left[half].set_left(x[n][2 * half], x[n][2 * half + 1]);
-        right[half].set_right(w.x, w.y);
+        set_right(right[half], writes[S::kFew ? n : 0][half]);
       }
-      add_products(sum, left, right);
+      add_products(of_writes, left, right);
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        set_right(right[half], queries[S::kFew ? n : 0][half]);
+      add_products(of_queries, left, right);
     }
+    if (!S::kFew) read_given(slot);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) given[half].x[i] += sum[i / 2].total(2 * half + i % 2);
-      *reinterpret_cast<Run<float, 4>*>(
-          slot.errors + group_at(col0 + lane / 4 + half * 8, lane % 4)) = given[half];
+      for (int i = 0; i < 4; i++) given[half].x[i] += of_writes[i / 2].total(2 * half + i % 2);
 #pragma unroll
       for (int eight = 0; eight < 2; eight++)
         errors[eight][half].set_left(given[half].x[2 * eight], given[half].x[2 * eight + 1]);
     }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const float2 weight =
+          *reinterpret_cast<const float2*>(decay.from_start + n * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        y[n][i] = of_queries[n].total(i) * (i % 2 == 0 ? weight.x : weight.y);
+    }
+  }
+
+  // y <- y + scores errors
+  __device__ __forceinline__ void meet_errors(const Slot<S>& slot) {
+    Sum<S::kProducts> sum[2];
+    Pair<S::kProducts> right[2][2];  // [eight tokens]
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const auto four = read_group(slot.scores, n * 8 + lane / 4, lane);
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++)
+        right[eight][n].set_right(four.x[2 * eight], four.x[2 * eight + 1]);
+    }
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) add_products(sum, errors[eight], right[eight]);
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[n][i] += sum[n].total(i);
+  }
+
+  // Of tokens before `tokens`, with the first of them at `to`.
+  __device__ __forceinline__ void put_outputs(typename S::In* to, long long stride, int tokens,
+                                              float scale) const {
+    using In = typename S::In;
+    const int col = col0 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int t = n * 8 + lane % 4 * 2 + i;
+        In* const row = to + t * stride + col;
+        if (t >= tokens) continue;
+        if (col < S::V) row[0] = Narrow<In>::from(scale * y[n][i]);
+        if (col + 8 < S::V) row[8] = Narrow<In>::from(scale * y[n][2 + i]);
+      }
   }
 
   // S <- whole S + sum_j to_end_j k_j e_j^T
-  __device__ __forceinline__ void advance(const Slot<S>& slot) {
+  __device__ __forceinline__ void advance(const Slot<S>& slot, const Decay& decay) {
 #pragma unroll
-    for (int first = 0; first < S::kKeyTiles; first += kTogether) advance(slot, first);
+    for (int first = 0; first < S::kKeyTiles; first += kTogether) advance(slot, decay, first);
   }
 
  private:
+  __device__ __forceinline__ void read_given(const Slot<S>& from) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      given[half] = read_group(from.errors, col0 + lane / 4 + half * 8, lane);
+  }
+  __device__ __forceinline__ void read_tile(const Slot<S>& from, const float* q, int n) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      writes[S::kFew ? n : 0][half] = pair_at<S::kRow>(from.writes, lane / 4 + half * 8, n, lane);
+      queries[S::kFew ? n : 0][half] = pair_at<S::kRow>(q, lane / 4 + half * 8, n, lane);
+    }
+  }
+  static __device__ __forceinline__ void set_right(Pair<S::kProducts>& to, float2 x) {
+    to.set_right(x.x, x.y);
+  }
+
   static constexpr int kTogether =
       S::kKeyTiles % 4 == 0 ? 4 : (S::kKeyTiles % 3 == 0 ? 3 : S::kKeyTiles);
 
   // The same for tiles from the first on.
-  __device__ __forceinline__ void advance(const Slot<S>& slot, int first) {
-    const float whole = slot.whole, rest = slot.whole_rest;
+  __device__ __forceinline__ void advance(const Slot<S>& slot, const Decay& decay, int first) {
+    const float whole = decay.whole, rest = decay.whole_rest;
     float added[kTogether][4];  // few tiles have a sum of their own for products of big numbers
     Pair<S::kProducts> keys[2][kTogether];
 #pragma unroll
@@ -112,8 +160,8 @@ struct Keeper {
 #pragma unroll
     for (int eight = 0; eight < 2; eight++)
       add_products(
-          [&](int pass, int n) -> float (&)[4] {
-            return S::kFew && pass == S::kProducts - 1 ? added[n] : carry[first + n];
+          [&](int part, int n) -> float (&)[4] {
+            return S::kFew && part == Sum<S::kProducts>::kBig ? added[n] : carry[first + n];
           },
           errors[eight], keys[eight]);
 #pragma unroll
@@ -146,23 +194,37 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
           a.initial_state)[item.n * a.state_stride[0] + item.h * a.state_stride[1] +
                            row * a.state_stride[2] + col * a.state_stride[3]];
   });
-  Turn<S::kSlots> now, next;
-  const auto read = [&](int c) {
+  typename S::In* y = static_cast<typename S::In*>(a.y) + item.y;
+  const long long stride = a.y_stride[1];
+  const float scale = static_cast<float>(a.scale);
+  Turn<S::kStages> stage;
+  Turn<S::kSlots> slot, next;
+  const auto read = [&](int c, int from) {
     if (c >= chunks) return;
     shared.prepared[next.slot].wait(next.parity);
-    keeper.read(shared.slots[next.slot]);
+    keeper.read(shared.slots[next.slot], shared.queries(from));
     next.skip(1);
   };
-  read(0);
+  read(0, 0);
 #pragma unroll 1
-  for (int c = 0; c < chunks; c++, now.skip(1)) {
-    Slot<S>& slot = shared.slots[now.slot];
-    keeper.publish(slot);
-    keeper.find_errors(slot);
-    arrive(shared.known[now.slot], lane);
-    read(c + 1);
-    keeper.advance(slot);
-    arrive(shared.used[now.slot], lane);
+  for (int c = 0; c < chunks; c++) {
+    const Slot<S>& prepared = shared.slots[slot.slot];
+    const Decay& decay = shared.decays[stage.slot];
+    const int from = stage.slot;
+    if (!S::kFew) keeper.lane = afresh(lane);  // few registers are left for addresses
+    keeper.meet_state(prepared, shared.queries(from), decay);
+    stage.skip(1);
+    read(c + 1, stage.slot);
+    keeper.advance(prepared, decay);
+    keeper.meet_errors(prepared);
+    __syncwarp();
+    if (lane == 0) {
+      shared.used[slot.slot].arrive();
+      shared.free[from].arrive();
+    }
+    keeper.put_outputs(y, stride, item.tokens - c * kChunk, scale);
+    y += kChunk * stride;
+    slot.skip(1);
   }
   if (a.state) {
     float* const kept = static_cast<float*>(a.state) + item.nh * (S::K * S::V);
@@ -171,4 +233,13 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
       if (row < S::K && col < S::V) kept[row * S::V + col] = s;
     });
   }
+}
+
+// Zeros for tokens of no sequence, by the state's warps.
+template <class S>
+__device__ __forceinline__ void clear_rest(const CallArgs& a, const Item& item, int thread) {
+  using In = typename S::In;
+  In* const y = static_cast<In*>(a.y) + item.y + item.tokens * a.y_stride[1];
+  for (long long e = thread; e < (a.T - item.stop) * S::V; e += 32 * S::kStateWarps)
+    y[e / S::V * a.y_stride[1] + e % S::V] = In{};
 }

@@ -33,20 +33,21 @@ struct Pair {
   }
 };
 
-// A sum of 16 x 8 numbers as mma leaves it, one for each kind of products, so that fewer
-// instructions wait for each other.
+// A sum of 16 x 8 numbers as mma leaves it: small products and big ones, so that fewer instructions
+// wait for each other.
 template <int kProducts>
 struct Sum {
-  float part[kProducts][4];
+  static constexpr int kBig = kProducts == kThree ? 1 : 0;
+  float part[kBig + 1][4];
 
   __device__ __forceinline__ Sum() {
 #pragma unroll
-    for (int p = 0; p < kProducts; p++)
+    for (int p = 0; p <= kBig; p++)
 #pragma unroll
       for (int i = 0; i < 4; i++) part[p][i] = 0;
   }
   __device__ __forceinline__ float total(int i) const {
-    return kProducts == kThree ? part[2][i] + (part[0][i] + part[1][i]) : part[0][i];
+    return kProducts == kThree ? part[1][i] + part[0][i] : part[0][i];
   }
 };
 
@@ -56,7 +57,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a0)[2],
   mma_m16n8k8_tf32(d, left, b);
 }
 
-// sum(pass, n) += left right[n], 16 x 8 by 8 x 8 numbers: left[0] from row lane / 4, left[1] from
+// sum(part, n) += left right[n], 16 x 8 by 8 x 8 numbers: left[0] from row lane / 4, left[1] from
 // the row 8 below.
 template <int kProducts, int kTiles, class F>
 __device__ __forceinline__ void add_products(F sum, const Pair<kProducts> (&left)[2],
@@ -65,19 +66,19 @@ __device__ __forceinline__ void add_products(F sum, const Pair<kProducts> (&left
   for (int pass = 0; pass < kProducts; pass++)
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
-      if (pass == kProducts - 1)
-        multiply(sum(pass, n), left[0].big, left[1].big, right[n].big);
+      if (pass == Sum<kProducts>::kBig)
+        multiply(sum(Sum<kProducts>::kBig, n), left[0].big, left[1].big, right[n].big);
       else if (pass == 0)
-        multiply(sum(pass, n), left[0].rest, left[1].rest, right[n].big);
+        multiply(sum(0, n), left[0].rest, left[1].rest, right[n].big);
       else
-        multiply(sum(pass, n), left[0].big, left[1].big, right[n].rest);
+        multiply(sum(0, n), left[0].big, left[1].big, right[n].rest);
     }
 }
 template <int kProducts, int kTiles>
 __device__ __forceinline__ void add_products(Sum<kProducts> (&sum)[kTiles],
                                              const Pair<kProducts> (&left)[2],
                                              const Pair<kProducts> (&right)[kTiles]) {
-  add_products([&](int pass, int n) -> float (&)[4] { return sum[n].part[pass]; }, left, right);
+  add_products([&](int part, int n) -> float (&)[4] { return sum[n].part[part]; }, left, right);
 }
 
 // Rows of kRow numbers, 8 or 24 beyond a multiple of 32: two neighbours each of four rows meet in

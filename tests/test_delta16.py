@@ -76,7 +76,7 @@ class Case:
         verify(replace(self, dtype="tf32" if tf32 else self.dtype), x, y, state, what)
 
 
-FEW = {"teams": 2, "turns": 2, "stages": 4, "slots": 2}
+FEW = {"teams": 2, "decay_warps": 1, "stages": 4, "slots": 2}
 CASES = [
     Case(24, 24),
     Case(24, 24, T=300, gate="random", products="kOne", Hq=1),
@@ -85,7 +85,7 @@ CASES = [
     Case(24, 32, T=1, gate="one"),
     Case(32, 24, T=16, gate="zero"),
     Case(16, 16, T=63, gate="0.2", B=3, options={"qk_l2norm": True}),
-    Case(8, 32, T=65, gate="negative", tile_options={"turns": 2}),
+    Case(8, 32, T=65, gate="negative", tile_options={"decay_warps": 1}),
     Case(30, 17, aligned=False, gate="1e-37"),
     Case(1, 3, T=65, aligned=False, gate="0.9995", log=True),
     Case(24, 24, T=300, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),

@@ -17,7 +17,7 @@ TYPES = {"float32": "float", "float16": "half_t"}
 @functools.lru_cache(maxsize=4096)
 def expression(tile: DeltaTile16, normalise: bool) -> str:
     """The template instantiation for a tile, as NVRTC is asked for it."""
-    sizes = (tile.K, tile.V, tile.teams, tile.turns, tile.stages, tile.slots)
+    sizes = (tile.K, tile.V, tile.teams, tile.decay_warps, tile.stages, tile.slots)
     kind = (tile.products, tile.wide, str(normalise).lower())
     return f"delta16<{', '.join(map(str, (TYPES[tile.dtype], *sizes, *kind)))}>"
 

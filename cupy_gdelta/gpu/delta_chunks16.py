@@ -22,7 +22,7 @@ class DeltaTile16:
     K: int
     V: int
     teams: int
-    turns: int
+    decay_warps: int
     stages: int
     slots: int
     products: str
@@ -35,11 +35,7 @@ class DeltaTile16:
 
     @property
     def threads(self) -> int:
-        workers, others = self.teams + self.turns, self._state_warps + 2
-        if self._state_warps > 2:
-            return 32 * (6 + workers)
-        rows = max(workers // 2, -(-others // 2))
-        return 32 * (4 * rows - (0 if others > 2 * rows - 2 else 2))
+        return 32 * (self._state_warps + self.teams + self.decay_warps + 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -48,8 +44,8 @@ class DeltaTile16:
         row = wide + (8 if wide % 16 == 0 else 0)
         stage = 4 * 3 * CHUNK * row + DECAY_BYTES
         columns = 16 * self._state_warps
-        slot = 4 * (CHUNK * row + columns * row + CHUNK * (columns + keys) + 4)
-        barriers = 8 * 3 * (self.stages + self.slots)
+        slot = 4 * (CHUNK * row + CHUNK * (columns + keys + CHUNK))
+        barriers = 8 * (3 * self.stages + 2 * self.slots)
         fixed = self.teams * ALIKE_BYTES + ITEM_BYTES + barriers
         return -(-(self.stages * stage + self.slots * slot + fixed) // 16) * 16
 
@@ -69,7 +65,7 @@ def best_tile(
     wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
     products = PRODUCTS[precision if dtype == "float32" else "highest"]
     small = max(K, V) <= 32
-    for sizes in [(4, 4, 12, 8), (4, 4, 6, 4)] if small else [(4, 2, 6, 4), (2, 2, 4, 2)]:
+    for sizes in [(4, 2, 12, 8), (4, 2, 8, 4)] if small else [(4, 1, 8, 6), (2, 1, 6, 2)]:
         tile = DeltaTile16(K, V, *sizes, products, wide, dtype)
         if tile.shared_bytes <= shared_limit:
             return tile
