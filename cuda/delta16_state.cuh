@@ -96,21 +96,13 @@ struct Keeper {
       for (int i = 0; i < 4; i++) y[n][i] += sum[n].total(i);
   }
 
-  // Of tokens before `tokens`, with the first of them at `to`.
+  // Of the first `tokens` of a chunk. `to` is that of token lane % 4 * 2 and column lane / 4.
   __device__ __forceinline__ void put_outputs(typename S::In* to, long long stride, int tokens,
                                               float scale) const {
-    using In = typename S::In;
-    const int col = col0 + lane / 4;
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int t = n * 8 + lane % 4 * 2 + i;
-        In* const row = to + t * stride + col;
-        if (t >= tokens) continue;
-        if (col < S::V) row[0] = Narrow<In>::from(scale * y[n][i]);
-        if (col + 8 < S::V) row[8] = Narrow<In>::from(scale * y[n][2 + i]);
-      }
+    if (tokens >= kChunk)
+      put_outputs<true>(to, stride, tokens, scale);
+    else
+      put_outputs<false>(to, stride, tokens, scale);
   }
 
   // S <- whole S + sum_j to_end_j k_j e_j^T
@@ -120,6 +112,23 @@ struct Keeper {
   }
 
  private:
+  template <bool kAll>
+  __device__ __forceinline__ void put_outputs(typename S::In* to, long long stride, int tokens,
+                                              float scale) const {
+    using In = typename S::In;
+    const bool first = S::V % 16 == 0 || col0 + lane / 4 < S::V;
+    const bool second = S::V % 16 == 0 || col0 + lane / 4 + 8 < S::V;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const bool real = kAll || n * 8 + lane % 4 * 2 + i < tokens;
+        In* const row = i == 0 ? to : to + stride;
+        if (real && first) row[0] = Narrow<In>::from(scale * y[n][i]);
+        if (real && second) row[8] = Narrow<In>::from(scale * y[n][2 + i]);
+        if (i == 1) to += 8 * stride;
+      }
+  }
   __device__ __forceinline__ void read_given(const Slot<S>& from) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -194,9 +203,11 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
           a.initial_state)[item.n * a.state_stride[0] + item.h * a.state_stride[1] +
                            row * a.state_stride[2] + col * a.state_stride[3]];
   });
-  typename S::In* y = static_cast<typename S::In*>(a.y) + item.y;
   const long long stride = a.y_stride[1];
-  const float scale = static_cast<float>(a.scale);
+  typename S::In* y = static_cast<typename S::In*>(a.y) + item.y + warp * 16 + lane / 4 +
+                      lane % 4 * 2 * stride;
+  const float scale = afresh(static_cast<float>(a.scale));
+  int left = item.tokens;
   Turn<S::kStages> stage;
   Turn<S::kSlots> slot, next;
   const auto read = [&](int c, int from) {
@@ -222,8 +233,9 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
       shared.used[slot.slot].arrive();
       shared.free[from].arrive();
     }
-    keeper.put_outputs(y, stride, item.tokens - c * kChunk, scale);
+    keeper.put_outputs(y, stride, left, scale);
     y += kChunk * stride;
+    left -= kChunk;
     slot.skip(1);
   }
   if (a.state) {

@@ -85,7 +85,7 @@ CASES = [
     Case(24, 32, T=1, gate="one"),
     Case(32, 24, T=16, gate="zero"),
     Case(16, 16, T=63, gate="0.2", B=3, options={"qk_l2norm": True}),
-    Case(8, 32, T=65, gate="negative", tile_options={"decay_warps": 1}),
+    Case(8, 32, T=65, gate="negative", tile_options={"decay_warps": 1, "teams": 3}),
     Case(30, 17, aligned=False, gate="1e-37"),
     Case(1, 3, T=65, aligned=False, gate="0.9995", log=True),
     Case(24, 24, T=300, options={"cu_seqlens": [0, 5, 5, 200, 290], "scale": 0.5}),
@@ -141,16 +141,16 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     case.verify(x, y, state, "checked")
 
 
-PREPARE, OUTPUTS = "delta16_prepare.cuh", "delta16_outputs.cuh"
-STATE, FEED = "delta16_state.cuh", "delta16_feed.cuh"
+PREPARE, STATE, FEED = "delta16_prepare.cuh", "delta16_state.cuh", "delta16_feed.cuh"
 PLANTS = [
     ("delta16.cu", "__syncthreads();", 0),
     (PREPARE, "__syncwarp();", 0),
     (PREPARE, "shared.loaded[stage.slot].wait(stage.parity);", 0),
     (PREPARE, "shared.made[stage.slot].wait(stage.parity);", 0),
     (PREPARE, "shared.used[slot.slot].wait(slot.parity ^ 1);", 0),
-    (OUTPUTS, "shared.known[slot.slot].wait(slot.parity);", 0),
     (STATE, "shared.prepared[next.slot].wait(next.parity);", 0),
+    (STATE, "__syncwarp();", 0),
+    ("decay16.cuh", "__syncwarp();", 0),
     (FEED, "shared.free[stage.slot + i].wait(stage.parity ^ 1);", 0),
     (FEED, "shared.free[slot].wait(stage.parity ^ 1);", 1),
     (FEED, "cp_async_wait<1>();", 0),
