@@ -4,7 +4,8 @@
 //   writes_t = -sum_j W_tj d_j k_j        errors_t = sum_j W_tj v_j        keys_t = to_end_t k_t
 //   scores_tj = (q_t . k_j) D_tj, j <= t
 //
-// W is never made: what it multiplies is substituted forward, two or four columns of k or v a lane.
+// W is never made: what it multiplies is substituted forward, a column of k or v a lane. Code that is
+// short, and run again for more columns, leaves other warps more of what fetches instructions.
 #pragma once
 #include "delta16_shape.cuh"
 
@@ -27,54 +28,34 @@ struct Preparer {
   }
 
  private:
-  static constexpr int kAcross = S::kAcross;
-  static constexpr int kKeyLanes = S::kKeyTiles * 8 / kAcross;
-  static constexpr int kValueLanes = S::kValueTiles * 8 / kAcross;
+  static constexpr int kKeys = S::kKeyTiles * 8, kColumns = kKeys + S::kValueTiles * 8;
 
   template <bool kWild>
   __device__ __forceinline__ void make(Slot<S>& to, const float* k, const float* v,
                                        const Decay& decay) const {
     __syncwarp();
-    const int col = kAcross * (lane < kKeyLanes ? lane : lane - kKeyLanes);
-    if (lane >= kKeyLanes + kValueLanes) return;
 #pragma unroll 1
-    for (int i = 0; i < kAcross; i += kWild ? 1 : kAcross)  // one by one: rare code is short
-      make_columns<kWild, kWild ? 1 : kAcross>(to, k, v, decay, lane < kKeyLanes, col + i);
+    for (int i = lane; i < kColumns; i += 32)
+      make_column<kWild>(to, i < kKeys ? k + i : v + (i - kKeys), decay, i);
   }
 
-  template <bool kWild, int kCols>
-  __device__ __forceinline__ void make_columns(Slot<S>& to, const float* k, const float* v,
-                                               const Decay& decay, bool of_keys, int col) const {
-    const float* const from = (of_keys ? k : v) + col;
-    float x[kChunk][kCols];
+  template <bool kWild>
+  __device__ __forceinline__ void make_column(Slot<S>& to, const float* from, const Decay& decay,
+                                              int col) const {
+    float x[kChunk];
 #pragma unroll
-    for (int t = 0; t < kChunk; t++) {
-      const auto some = *reinterpret_cast<const Run<float, kCols>*>(from + t * S::kRow);
+    for (int t = 0; t < kChunk; t++) x[t] = from[t * S::kRow];
+    if (col < kKeys) {
+      put_column(to.keys, col, [&](int t) { return times<kWild>(x[t], decay.to_end[t]); });
 #pragma unroll
-      for (int i = 0; i < kCols; i++) x[t][i] = some.x[i];
-    }
-    if (of_keys) {
-#pragma unroll
-      for (int i = 0; i < kCols; i++)
-        put_column(to.keys, col + i, [&](int t) { return times<kWild>(x[t][i], decay.to_end[t]); });
-#pragma unroll
-      for (int t = 0; t < kChunk; t++)
-#pragma unroll
-        for (int i = 0; i < kCols; i++) x[t][i] = times<kWild>(x[t][i], -decay.from_start[t]);
+      for (int t = 0; t < kChunk; t++) x[t] = times<kWild>(x[t], -decay.from_start[t]);
     }
     substitute<kWild>(x);
-    if (of_keys) {
+    if (col < kKeys) {
 #pragma unroll
-      for (int t = 0; t < kChunk; t++) {
-        Run<float, kCols> some;
-#pragma unroll
-        for (int i = 0; i < kCols; i++) some.x[i] = x[t][i];
-        *reinterpret_cast<Run<float, kCols>*>(to.writes + t * S::kRow + col) = some;
-      }
+      for (int t = 0; t < kChunk; t++) to.writes[t * S::kRow + col] = x[t];
     } else {
-#pragma unroll
-      for (int i = 0; i < kCols; i++)
-        put_column(to.errors, col + i, [&](int t) { return x[t][i]; });
+      put_column(to.errors, col - kKeys, [&](int t) { return x[t]; });
     }
   }
 
@@ -82,7 +63,7 @@ struct Preparer {
   __device__ __forceinline__ void compare(Sum<S::kProducts> (&of_keys)[2],
                                           Sum<S::kProducts> (&of_queries)[2], const float* q,
                                           const float* k) const {
-#pragma unroll(S::kFew ? S::kKeyTiles : 1)
+#pragma unroll 1
     for (int tile = 0; tile < S::kKeyTiles; tile++) {
       Pair<S::kProducts> keys[2], queries[2];
 #pragma unroll
@@ -122,8 +103,8 @@ struct Preparer {
     }
   }
 
-  template <bool kWild, int kCols>
-  __device__ __forceinline__ void substitute(float (&x)[kChunk][kCols]) const {
+  template <bool kWild>
+  __device__ __forceinline__ void substitute(float (&x)[kChunk]) const {
 #pragma unroll
     for (int j = 0; j < kChunk - 1; j++)
 #pragma unroll
@@ -131,12 +112,10 @@ struct Preparer {
         const auto a = *reinterpret_cast<const Run<float, 4>*>(&alike[j][first]);
 #pragma unroll
         for (int e = 0; e < 4; e++)
-          if (first + e > j)
-#pragma unroll
-            for (int i = 0; i < kCols; i++) {
-              float& to = x[first + e][i];
-              to = kWild ? bounded(to - bounded(a.x[e] * x[j][i])) : to - a.x[e] * x[j][i];
-            }
+          if (first + e > j) {
+            float& to = x[first + e];
+            to = kWild ? bounded(to - bounded(a.x[e] * x[j])) : to - a.x[e] * x[j];
+          }
       }
   }
 

@@ -22,10 +22,9 @@ struct Shape {
   static constexpr int kStateRows = kStateWarps * 16;  // columns of V
   static constexpr int kStage = 3 * kChunk * kRow;     // numbers: q, k, v
   static constexpr bool kFew = kKeyTiles <= 4;  // tiles of a state's warp
-  static constexpr int kAcross = (kKeyTiles + kValueTiles) * 8 > 64 ? 4 : 2;  // columns a lane
   static constexpr int kWarps = kStateWarps + kTeams + kDecayWarps + 1, kThreads = 32 * kWarps;
 
-  static_assert(K <= 64 && V <= 64, "four columns a lane for all of k and v");
+  static_assert(K <= 64 && V <= 64, "a state's warp for each 16 columns");
   static_assert(kTeams >= 2, "the first two warps that prepare come before those that feed");
   static_assert(kStages % 2 == 0, "decays are made for two chunks at a time");
   static_assert(kTeams <= kSlots && kSlots <= kStages && 2 * kDecayWarps <= kStages,

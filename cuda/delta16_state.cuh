@@ -15,6 +15,7 @@ struct Keeper {
   Pair<S::kProducts> errors[2][2];  // [eight tokens][row lane / 4 or 8 below]
   float y[2][4];                    // [eight tokens]: rows as those of errors
   int col0, lane;
+  int pair, group;  // where this lane's two neighbours of a row, and its group of a row, lie
 
   // f(value, row of K, column of V), the latter counted from those of the warp.
   template <class F>
@@ -83,7 +84,7 @@ struct Keeper {
     Pair<S::kProducts> right[2][2];  // [eight tokens]
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-      const auto four = read_group(slot.scores, n * 8 + lane / 4, lane);
+      const auto four = read_group(slot.scores, n * 8);
 #pragma unroll
       for (int eight = 0; eight < 2; eight++)
         right[eight][n].set_right(four.x[2 * eight], four.x[2 * eight + 1]);
@@ -129,16 +130,23 @@ struct Keeper {
         if (i == 1) to += 8 * stride;
       }
   }
+  __device__ __forceinline__ float2 read_pair(const float* rows, int half, int tile) const {
+    return *reinterpret_cast<const float2*>(rows + half * 8 * S::kRow + tile * 8 + pair);
+  }
+  // Of a row of groups, `row` before that of this lane, a multiple of 8.
+  __device__ __forceinline__ Run<float, 4> read_group(const float* rows, int row) const {
+    return *reinterpret_cast<const Run<float, 4>*>(rows + row * kChunk + group);
+  }
   __device__ __forceinline__ void read_given(const Slot<S>& from) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      given[half] = read_group(from.errors, col0 + lane / 4 + half * 8, lane);
+      given[half] = read_group(from.errors, col0 + half * 8);
   }
   __device__ __forceinline__ void read_tile(const Slot<S>& from, const float* q, int n) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      writes[S::kFew ? n : 0][half] = pair_at<S::kRow>(from.writes, lane / 4 + half * 8, n, lane);
-      queries[S::kFew ? n : 0][half] = pair_at<S::kRow>(q, lane / 4 + half * 8, n, lane);
+      writes[S::kFew ? n : 0][half] = read_pair(from.writes, half, n);
+      queries[S::kFew ? n : 0][half] = read_pair(q, half, n);
     }
   }
   static __device__ __forceinline__ void set_right(Pair<S::kProducts>& to, float2 x) {
@@ -155,7 +163,7 @@ struct Keeper {
     Pair<S::kProducts> keys[2][kTogether];
 #pragma unroll
     for (int n = 0; n < kTogether; n++) {
-      const auto four = read_group(slot.keys, (first + n) * 8 + lane / 4, lane);
+      const auto four = read_group(slot.keys, (first + n) * 8);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float& c = carry[first + n][i];
@@ -194,6 +202,8 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
   Keeper<S> keeper;
   keeper.col0 = warp * 16;
   keeper.lane = lane;
+  keeper.pair = afresh(lane / 4 * S::kRow + lane % 4 * 2);
+  keeper.group = afresh(group_at(lane / 4, lane % 4));
   keeper.clear_carry();
   keeper.each([&](float& s, int row, int j) {
     const int col = warp * 16 + j;
@@ -203,7 +213,7 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
           a.initial_state)[item.n * a.state_stride[0] + item.h * a.state_stride[1] +
                            row * a.state_stride[2] + col * a.state_stride[3]];
   });
-  const long long stride = a.y_stride[1];
+  const long long stride = S::kFew ? afresh(a.y_stride[1]) : a.y_stride[1];
   typename S::In* y = static_cast<typename S::In*>(a.y) + item.y + warp * 16 + lane / 4 +
                       lane % 4 * 2 * stride;
   const float scale = afresh(static_cast<float>(a.scale));

@@ -144,6 +144,10 @@ __device__ __forceinline__ unsigned afresh(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ long long afresh(long long x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 __device__ __forceinline__ float afresh(float x) {
   asm volatile("" : "+f"(x));
   return x;

@@ -175,6 +175,7 @@ inline void wait_stores() {}
 
 inline int afresh(int x) { return x; }
 inline unsigned afresh(unsigned x) { return x; }
+inline long long afresh(long long x) { return x; }
 inline float afresh(float x) { return x; }
 
 template <bool kTransposed = false>
