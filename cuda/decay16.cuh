@@ -17,11 +17,12 @@ __device__ __forceinline__ T times(T x, T y) {
 
 // beta is multiplied into whatever weighs a token that is written.
 struct alignas(16) Decay {
-  float between[kChunk][kDiagonalRow];  // [i][j]: gates j + 1 to i, and beta of j; anything for j > i
-  float from_start[kChunk];             // gates 0 to t
-  float to_end[kChunk];                 // gates t + 1 to 15, and beta of t
-  float whole, whole_rest;              // all gates, as a sum
-  int wild;                             // whether products of gates may pass 2^60
+  float between[kChunk]
+               [kDiagonalRow];  // [i][j]: gates j + 1 to i, and beta of j; anything for j > i
+  float from_start[kChunk];     // gates 0 to t
+  float to_end[kChunk];         // gates t + 1 to 15, and beta of t
+  float whole, whole_rest;      // all gates, as a sum
+  int wild;                     // whether products of gates may pass 2^60
   int padding;
 };
 

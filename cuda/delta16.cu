@@ -12,7 +12,8 @@
 // and v copied; one or two make decays; some prepare chunks, by turns; one to four keep the state,
 // 16 columns of V each, find errors and outputs, and advance it. From chunk to chunk only the
 // state's warps wait for each other's products: two of them, one after the other, and no barrier
-// between. A chunk lies in a stage and what was prepared of it in a slot until the state is past it.
+// between. A chunk lies in a stage and what was prepared of it in a slot until the state is past
+// it.
 #include "delta16_feed.cuh"
 #include "delta16_prepare.cuh"
 #include "delta16_state.cuh"
@@ -31,11 +32,11 @@ __device__ __forceinline__ void set_up(Shared<S>& shared) {
 }
 
 // grid: N * H blocks. block: Shape::kThreads.
-template <class In, int K, int V, int kTeams, int kDecayWarps, int kStages, int kSlots, int kProducts,
-          int kWide, bool kNormalise>
+template <class In, int K, int V, int kTeams, int kDecayWarps, int kStages, int kSlots,
+          int kProducts, int kWide, bool kNormalise>
 __global__ void __launch_bounds__(
-    Shape<In, K, V, kTeams, kDecayWarps, kStages, kSlots, kProducts, kWide, kNormalise>::kThreads, 1)
-    delta16(const CallArgs a) {
+    Shape<In, K, V, kTeams, kDecayWarps, kStages, kSlots, kProducts, kWide, kNormalise>::kThreads,
+    1) delta16(const CallArgs a) {
   using S = Shape<In, K, V, kTeams, kDecayWarps, kStages, kSlots, kProducts, kWide, kNormalise>;
   DYNAMIC_SHARED(unsigned char, raw);
   auto& shared = *reinterpret_cast<Shared<S>*>(raw);

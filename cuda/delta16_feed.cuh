@@ -2,8 +2,8 @@
 #pragma once
 #include "delta16_shape.cuh"
 
-// Decays by warps, one token a lane of two chunks, every kDecayWarps-th two chunks each. Each gate is a read of its own, far from the
-// next one: it is under way for the time of those chunks.
+// Decays by warps, one token a lane of two chunks, every kDecayWarps-th two chunks each. Each gate
+// is a read of its own, far from the next one: it is under way for the time of those chunks.
 template <class S>
 __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared, int warp,
                                             int lane) {
@@ -158,11 +158,11 @@ __device__ __forceinline__ void copy(const CallArgs& a, Shared<S>& shared, int l
       k.fetch(tokens - t, lane);
       v.fetch(tokens - t, lane);
     };
-    fetch(0);
 #pragma unroll 1
-    for (int c = 0; c < chunks; c += 2) {
+    for (int c = -2; c < chunks; c += 2) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
+        if (c < 0) break;
         const int slot = stage.slot + i;
         shared.free[slot].wait(stage.parity ^ 1);
         q.put(shared.queries(slot), i * kChunk, lane);
@@ -174,8 +174,8 @@ __device__ __forceinline__ void copy(const CallArgs& a, Shared<S>& shared, int l
         }
         shared.loaded[slot].arrive();
       }
+      if (c >= 0) stage.skip(2);
       fetch((c + 2) * kChunk);
-      stage.skip(2);
     }
   } else {
     Turn<S::kStages> landed;

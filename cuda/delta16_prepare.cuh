@@ -4,8 +4,8 @@
 //   writes_t = -sum_j W_tj d_j k_j        errors_t = sum_j W_tj v_j        keys_t = to_end_t k_t
 //   scores_tj = (q_t . k_j) D_tj, j <= t
 //
-// W is never made: what it multiplies is substituted forward, a column of k or v a lane. Code that is
-// short, and run again for more columns, leaves other warps more of what fetches instructions.
+// W is never made: what it multiplies is substituted forward, a column of k or v a lane. Code that
+// is short, and run again for more columns, leaves other warps more of what fetches instructions.
 #pragma once
 #include "delta16_shape.cuh"
 
@@ -14,8 +14,8 @@ struct Preparer {
   float (&alike)[kChunk][kDiagonalRow];
   int lane;
 
-  __device__ __forceinline__ void make(Slot<S>& to, const float* q, const float* k,
-                                       const float* v, const Decay& decay) const {
+  __device__ __forceinline__ void make(Slot<S>& to, const float* q, const float* k, const float* v,
+                                       const Decay& decay) const {
     Sum<S::kProducts> of_keys[2], of_queries[2];
     compare(of_keys, of_queries, q, k);
     if (__builtin_expect(decay.wild, 0)) {
@@ -79,8 +79,7 @@ struct Preparer {
   }
 
   template <bool kWild>
-  __device__ __forceinline__ void put_products(Slot<S>& to,
-                                               const Sum<S::kProducts> (&of_keys)[2],
+  __device__ __forceinline__ void put_products(Slot<S>& to, const Sum<S::kProducts> (&of_keys)[2],
                                                const Sum<S::kProducts> (&of_queries)[2],
                                                const Decay& decay) const {
 #pragma unroll
@@ -93,8 +92,7 @@ struct Preparer {
         for (int i = 0; i < 2; i++) {  // above the diagonal a product may be anything, NaN too
           const int col = n * 8 + lane % 4 * 2 + i;
           const float weight = decay.between[row][col];
-          alike[col][row] =
-              col < row ? times<kWild>(of_keys[n].total(2 * half + i), weight) : 0.f;
+          alike[col][row] = col < row ? times<kWild>(of_keys[n].total(2 * half + i), weight) : 0.f;
           scores[2 * n + i] =
               col <= row ? times<kWild>(of_queries[n].total(2 * half + i), weight) : 0.f;
         }

@@ -21,7 +21,7 @@ struct Shape {
   static constexpr int kStateWarps = (V + 15) / 16;
   static constexpr int kStateRows = kStateWarps * 16;  // columns of V
   static constexpr int kStage = 3 * kChunk * kRow;     // numbers: q, k, v
-  static constexpr bool kFew = kKeyTiles <= 4;  // tiles of a state's warp
+  static constexpr bool kFew = kKeyTiles <= 4;         // tiles of a state's warp
   static constexpr int kWarps = kStateWarps + kTeams + kDecayWarps + 1, kThreads = 32 * kWarps;
 
   static_assert(K <= 64 && V <= 64, "a state's warp for each 16 columns");

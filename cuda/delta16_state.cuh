@@ -1,5 +1,5 @@
-// The state under the delta rule in chunks of 16 tokens, by warps that keep 16 columns of V each and
-// make their outputs.
+// The state under the delta rule in chunks of 16 tokens, by warps that keep 16 columns of V each
+// and make their outputs.
 #pragma once
 #include "delta16_shape.cuh"
 
@@ -55,8 +55,7 @@ struct Keeper {
       }
       add_products(of_writes, left, right);
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        set_right(right[half], queries[S::kFew ? n : 0][half]);
+      for (int half = 0; half < 2; half++) set_right(right[half], queries[S::kFew ? n : 0][half]);
       add_products(of_queries, left, right);
     }
     if (!S::kFew) read_given(slot);
@@ -139,8 +138,7 @@ struct Keeper {
   }
   __device__ __forceinline__ void read_given(const Slot<S>& from) {
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      given[half] = read_group(from.errors, col0 + half * 8);
+    for (int half = 0; half < 2; half++) given[half] = read_group(from.errors, col0 + half * 8);
   }
   __device__ __forceinline__ void read_tile(const Slot<S>& from, const float* q, int n) {
 #pragma unroll
@@ -213,9 +211,10 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
           a.initial_state)[item.n * a.state_stride[0] + item.h * a.state_stride[1] +
                            row * a.state_stride[2] + col * a.state_stride[3]];
   });
+  // where there are registers for it, what is made of it is made once
   const long long stride = S::kFew ? afresh(a.y_stride[1]) : a.y_stride[1];
-  typename S::In* y = static_cast<typename S::In*>(a.y) + item.y + warp * 16 + lane / 4 +
-                      lane % 4 * 2 * stride;
+  typename S::In* y =
+      static_cast<typename S::In*>(a.y) + item.y + warp * 16 + lane / 4 + lane % 4 * 2 * stride;
   const float scale = afresh(static_cast<float>(a.scale));
   int left = item.tokens;
   Turn<S::kStages> stage;

@@ -98,6 +98,3 @@ __device__ __forceinline__ int group_at(int row, int group) {
 __device__ __forceinline__ constexpr int token_of(int group, int i) {
   return group * 2 + i / 2 * 8 + i % 2;
 }
-__device__ __forceinline__ Run<float, 4> read_group(const float* rows, int row, int lane) {
-  return *reinterpret_cast<const Run<float, 4>*>(rows + group_at(row, lane % 4));
-}

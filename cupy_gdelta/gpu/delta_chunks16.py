@@ -65,7 +65,8 @@ def best_tile(
     wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
     products = PRODUCTS[precision if dtype == "float32" else "highest"]
     small = max(K, V) <= 32
-    for sizes in [(4, 2, 12, 8), (4, 2, 8, 4)] if small else [(4, 1, 6, 6), (4, 1, 6, 4), (2, 1, 4, 2)]:
+    few = [(3, 2, 12, 8), (3, 2, 8, 4), (2, 2, 6, 4)]
+    for sizes in few if small else [(4, 1, 8, 6), (4, 1, 6, 4), (2, 1, 4, 2)]:
         tile = DeltaTile16(K, V, *sizes, products, wide, dtype)
         if tile.shared_bytes <= shared_limit:
             return tile
