@@ -1,5 +1,5 @@
-// The delta rule in chunks of 32 tokens on tensor cores, for float32. With e_j the error that token
-// j finds, v_j - k_j (gate_j S_{j-1}), it is the linear rule with e for v:
+// The delta rule in chunks of 32 tokens on tensor cores, for float32 and float16. With e_j the
+// error that token j finds, v_j - k_j (gate_j S_{j-1}), it is the linear rule with e for v:
 //
 //   e_i = v_i - d_i k_i S - sum_{j < i} (k_i . k_j) D_ij e_j
 //   Y_i = d_i q_i S + sum_{j <= i} (q_i . k_j) D_ij e_j        S <- d_31 S + sum_j D_31,j k_j e_j^T
@@ -19,13 +19,14 @@
 template <class S>
 __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& shared, int warp,
                                              int lane) {
+  using In = typename S::In;
   const Item& item = shared.item;
   const int turn = warp % S::kTurns, rest = warp / S::kTurns;
   const int own0 = rest / 2 * S::kOutCols, tokens = item.tokens, chunks = item.chunks;
   const int col = own0 + lane % 4 * 2, cols = item.cols - col;
   const float scale = static_cast<float>(a.scale);
   const long long stride = a.y_stride[1];
-  float* const y = static_cast<float*>(a.y) + item.y + col;
+  In* const y = static_cast<In*>(a.y) + item.y + col;
   int block = rest % 2;
   Turn<S::kStages> stage;
   Turn<S::kSlots> slot;
@@ -44,16 +45,16 @@ __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& share
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int t = c * kChunk + block * kBlock + i * 8 + lane / 4;
-      float* const row = y + t * stride;
+      In* const row = y + t * stride;
       if (t >= tokens) continue;
 #pragma unroll
       for (int n = 0; n < S::kOutCols / 8; n++) {
         const float y0 = scale * tiles.y[n][i * 2], y1 = scale * tiles.y[n][i * 2 + 1];
         if (S::kWide > 1) {
-          if (n * 8 < cols) *reinterpret_cast<float2*>(row + n * 8) = {y0, y1};
+          if (n * 8 < cols) store_pair(row + n * 8, y0, y1);
         } else {
-          if (n * 8 < cols) row[n * 8] = y0;
-          if (n * 8 + 1 < cols) row[n * 8 + 1] = y1;
+          if (n * 8 < cols) row[n * 8] = Narrow<In>::from(y0);
+          if (n * 8 + 1 < cols) row[n * 8 + 1] = Narrow<In>::from(y1);
         }
       }
     }
@@ -63,9 +64,10 @@ __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& share
 // Zeros for tokens of no sequence, by the warps that make outputs.
 template <class S>
 __device__ __forceinline__ void clear_rest(const CallArgs& a, const Item& item, int thread) {
-  float* const y = static_cast<float*>(a.y) + item.y + item.tokens * a.y_stride[1];
+  using In = typename S::In;
+  In* const y = static_cast<In*>(a.y) + item.y + item.tokens * a.y_stride[1];
   for (long long e = thread; e < (a.T - item.stop) * item.cols; e += 32 * S::kOutWarps)
-    y[e / item.cols * a.y_stride[1] + e % item.cols] = 0;
+    y[e / item.cols * a.y_stride[1] + e % item.cols] = In{};
 }
 
 // The state, by warp `warp` of those that keep it: a part of it through all chunks.
@@ -145,14 +147,14 @@ __device__ __forceinline__ void set_up(Shared<S>& shared) {
 }
 
 // grid: N * H * ceil(V / kCols) blocks. block: Shape::kThreads.
-template <int K, int V, int kCols, int kTeams, int kTurns, int kStages, int kSlots, int kOutCols,
-          int kStateRows, int kCopyWarps, int kProducts, int kWide, bool kNormalise>
+template <class In, int K, int V, int kCols, int kTeams, int kTurns, int kStages, int kSlots,
+          int kOutCols, int kStateRows, int kCopyWarps, int kProducts, int kWide, bool kNormalise>
 __global__ void __launch_bounds__(
-    Shape<K, V, kCols, kTeams, kTurns, kStages, kSlots, kOutCols, kStateRows, kCopyWarps, kProducts,
-          kWide, kNormalise>::kThreads,
+    Shape<In, K, V, kCols, kTeams, kTurns, kStages, kSlots, kOutCols, kStateRows, kCopyWarps,
+          kProducts, kWide, kNormalise>::kThreads,
     1) delta32(const CallArgs a) {
-  using S = Shape<K, V, kCols, kTeams, kTurns, kStages, kSlots, kOutCols, kStateRows, kCopyWarps,
-                  kProducts, kWide, kNormalise>;
+  using S = Shape<In, K, V, kCols, kTeams, kTurns, kStages, kSlots, kOutCols, kStateRows,
+                  kCopyWarps, kProducts, kWide, kNormalise>;
   DYNAMIC_SHARED(unsigned char, raw);
   auto& shared = *reinterpret_cast<Shared<S>*>(raw);
   if (S::kPadded)  // with zeros, and numbers written over them are zeros

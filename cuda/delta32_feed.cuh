@@ -9,17 +9,15 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
   const Item& item = shared.item;
   const int tokens = item.tokens, chunks = item.chunks;
   const long long at = item.start + lane;
-  const float* gate = static_cast<const float*>(a.gate) + item.b * a.gate_stride[0] +
-                      at * a.gate_stride[1] + item.h * a.gate_stride[2];
-  const float* beta = static_cast<const float*>(a.beta) + item.b * a.beta_stride[0] +
-                      at * a.beta_stride[1] + item.h * a.beta_stride[2];
-  float next[2] = {};
+  long long gate_at = item.b * a.gate_stride[0] + at * a.gate_stride[1] + item.h * a.gate_stride[2];
+  long long beta_at = item.b * a.beta_stride[0] + at * a.beta_stride[1] + item.h * a.beta_stride[2];
+  Scalar<typename S::In> gate, beta;
   const auto fetch = [&](int t) {
     if (t >= tokens) return;
-    if (a.gate_kind != kAbsent) next[0] = *gate;
-    if (a.beta_kind != kAbsent) next[1] = *beta;
-    gate += kChunk * a.gate_stride[1];
-    beta += kChunk * a.beta_stride[1];
+    gate.load(a.gate, gate_at, a.gate_kind);
+    beta.load(a.beta, beta_at, a.beta_kind);
+    gate_at += kChunk * a.gate_stride[1];
+    beta_at += kChunk * a.beta_stride[1];
   };
   fetch(lane);
   Turn<S::kStages> stage;
@@ -28,9 +26,8 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
     double g = 1;
     float b = 0;
     if (t < tokens) {
-      if (a.gate_kind != kAbsent) g = next[0];
-      if (a.gate_kind == kLogOfInputs || a.gate_kind == kLogOfFloat) g = exp(g);
-      b = a.beta_kind == kAbsent ? 1.f : next[1];
+      g = gate.template value<double>(a.gate_kind);
+      b = beta.template value<float>(a.beta_kind);
     }
     fetch(t + kChunk);
     shared.free[stage.slot].wait(stage.parity ^ 1);
@@ -40,18 +37,49 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
 }
 
 // Rows of a chunk into shared memory by the copying warps: kCols numbers a row, of which cols are
-// real.
+// real. Numbers of float16 are widened on the way, some vectors at a time.
 template <class S, int kCols, int kRow>
-__device__ __forceinline__ void copy_rows(float* to, const float* from, long long stride, int rows,
-                                          int cols, int thread) {
+__device__ __forceinline__ void copy_rows(float* to, const typename S::In* from, long long stride,
+                                          int rows, int cols, int thread) {
+  using In = typename S::In;
   constexpr int kVectors = kCols / S::kWide, kThreads = 32 * S::kCopyWarps;
+  constexpr int kCount = kChunk * kVectors, kTogether = S::kWide > 1 ? 8 : 4;
   static_assert(kCols % S::kWide == 0, "rows of whole vectors");
+  if constexpr (sizeof(In) == 4) {
 #pragma unroll 2
-  for (int e = thread; e < kChunk * kVectors; e += kThreads) {
-    const int row = e / kVectors, at = e % kVectors * S::kWide;
-    const bool real = row < rows && at < cols;
-    cp_async<4 * S::kWide>(to + place<kRow>(row, at), from + (real ? row * stride + at : 0),
-                           real ? 4 * S::kWide : 0);
+    for (int e = thread; e < kCount; e += kThreads) {
+      const int row = e / kVectors, at = e % kVectors * S::kWide;
+      const bool real = row < rows && at < cols;
+      cp_async<4 * S::kWide>(to + place<kRow>(row, at), from + (real ? row * stride + at : 0),
+                             real ? 4 * S::kWide : 0);
+    }
+  } else {
+#pragma unroll 1
+    for (int first = thread; first < kCount; first += kThreads * kTogether) {
+      Packed<In, S::kWide> held[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) {
+        const int e = first + i * kThreads, row = e / kVectors, at = e % kVectors * S::kWide;
+        held[i].raw = {};
+        if (row < rows && at < cols)  // no row is real past the chunk
+          held[i].raw = *reinterpret_cast<const decltype(held[i].raw)*>(from + row * stride + at);
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) {
+        const int e = first + i * kThreads, row = e / kVectors, at = e % kVectors * S::kWide;
+        if (e >= kCount) continue;
+        float x[S::kWide];
+        held[i].read(x);
+        if constexpr (S::kWide == 1) {
+          to[place<kRow>(row, at)] = x[0];
+        } else {
+#pragma unroll
+          for (int j = 0; j < S::kWide; j += 4)
+            *reinterpret_cast<float4*>(to + place<kRow>(row, at + j)) = {x[j], x[j + 1], x[j + 2],
+                                                                         x[j + 3]};
+        }
+      }
+    }
   }
 }
 
@@ -77,15 +105,16 @@ __device__ __forceinline__ void normalise_rows(float* rows, int lane) {
 // By the copying warps. Who normalises waits for a chunk while the next one is under way.
 template <class S>
 __device__ __forceinline__ void copy(const CallArgs& a, Shared<S>& shared, int thread) {
+  using In = typename S::In;
   const Item& item = shared.item;
   const long long hq = item.h / a.group;
   const int tokens = item.tokens, chunks = item.chunks, cols = item.cols;
-  const float* q = static_cast<const float*>(a.q) + item.b * a.q_stride[0] + hq * a.q_stride[2] +
-                   item.start * a.q_stride[1];
-  const float* k = static_cast<const float*>(a.k) + item.b * a.k_stride[0] + hq * a.k_stride[2] +
-                   item.start * a.k_stride[1];
-  const float* v = static_cast<const float*>(a.v) + item.b * a.v_stride[0] +
-                   item.h * a.v_stride[2] + item.start * a.v_stride[1] + item.col0;
+  const In* q = static_cast<const In*>(a.q) + item.b * a.q_stride[0] + hq * a.q_stride[2] +
+                item.start * a.q_stride[1];
+  const In* k = static_cast<const In*>(a.k) + item.b * a.k_stride[0] + hq * a.k_stride[2] +
+                item.start * a.k_stride[1];
+  const In* v = static_cast<const In*>(a.v) + item.b * a.v_stride[0] + item.h * a.v_stride[2] +
+                item.start * a.v_stride[1] + item.col0;
   Turn<S::kStages> stage, landed;
 #pragma unroll 1
   for (int c = 0; c < chunks + S::kNormalise; c++) {
@@ -98,7 +127,10 @@ __device__ __forceinline__ void copy(const CallArgs& a, Shared<S>& shared, int t
                                        i ? a.k_stride[1] : a.q_stride[1], rows, S::K, thread);
       copy_rows<S, S::kRealCols, S::kValueRow>(shared.values(slot), v, a.v_stride[1], rows, cols,
                                                thread);
-      if (!S::kNormalise) shared.loaded[slot].arrive_after_copies();
+      if (!S::kNormalise && sizeof(In) == 4)
+        shared.loaded[slot].arrive_after_copies();
+      else if (!S::kNormalise)
+        shared.loaded[slot].arrive();
       q += kChunk * a.q_stride[1];
       k += kChunk * a.k_stride[1];
       v += kChunk * a.v_stride[1];

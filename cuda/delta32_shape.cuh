@@ -8,12 +8,13 @@
 // kTeams chunks are prepared and outputs of kTurns chunks are made at a time. kStages chunks lie in
 // shared memory or are on their way there, and the states before kSlots chunks, with what the
 // chunks write. kOutCols: what one warp makes of 16 rows of outputs. kStateRows: what one warp
-// keeps of 16 columns of the state. All rows of q, k, v and y begin at multiples of 4 kWide bytes
-// and hold whole vectors of kWide.
-template <int K_, int V_, int kCols_, int kTeams_, int kTurns_, int kStages_, int kSlots_,
-          int kOutCols_, int kStateRows_, int kCopyWarps_, int kProducts_, int kWide_,
+// keeps of 16 columns of the state. In is the type of q, k, v and y, whose rows hold whole vectors
+// of kWide numbers and begin at multiples of their size.
+template <class In_, int K_, int V_, int kCols_, int kTeams_, int kTurns_, int kStages_,
+          int kSlots_, int kOutCols_, int kStateRows_, int kCopyWarps_, int kProducts_, int kWide_,
           bool kNormalise_>
 struct Shape {
+  using In = In_;
   static constexpr int K = K_, V = V_, kCols = kCols_, kTeams = kTeams_, kTurns = kTurns_;
   static constexpr int kStages = kStages_, kSlots = kSlots_;
   static constexpr int kOutCols = kOutCols_, kStateRows = kStateRows_;
@@ -41,7 +42,8 @@ struct Shape {
   static constexpr int kNumbers = kStages * kStage + kSlots * (kStateSize + kChunk * kKeyRow);
   static constexpr bool kPadded = K != kKeyRow || kRealCols % 32 != 0;
 
-  static_assert(kWide == 1 || (kWide == 4 && K % 4 == 0 && V % 4 == 0), "rows of whole vectors");
+  static_assert(kWide == 1 || (kWide * sizeof(In) == 16 && K % kWide == 0 && V % kWide == 0),
+                "rows of whole vectors");
   static_assert(kOutCols % 8 == 0 && kColParts * kOutCols <= kValueTiles * 16, "whole tiles");
   static_assert(kStateRows % (kStateParts > 1 ? 64 : 8) == 0, "tiles to find by their number");
   static_assert(kTeams <= kSlots && kTurns <= kSlots && kSlots <= kStages,

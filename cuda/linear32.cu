@@ -14,13 +14,6 @@
 // zero (kOutput = false), a scan over pieces (scan_pieces), then outputs of all pieces at once.
 #include "linear32_feed.cuh"
 
-__device__ __forceinline__ void store_pair(float* to, float x, float y) {
-  *reinterpret_cast<float2*>(to) = {x, y};
-}
-__device__ __forceinline__ void store_pair(half_t* to, float x, float y) {
-  *reinterpret_cast<unsigned*>(to) = pack_half(x, y);
-}
-
 // Outputs by warp `warp` of those that make them: a part of every kTurns-th chunk.
 //
 // The state before a chunk comes once the chunk is there with its decays, and after the states

@@ -144,6 +144,14 @@ __device__ __forceinline__ unsigned afresh(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ long long afresh(long long x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+__device__ __forceinline__ float afresh(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 // Four 8 x 8 tiles of 16-bit numbers; lane l gives the address of row l % 8 of tile l / 8.
 template <bool kTransposed = false>

@@ -66,6 +66,14 @@ struct Narrow<double> {
   static __device__ __forceinline__ double from(double x) { return x; }
 };
 
+// Two neighbours in memory, rounded.
+__device__ __forceinline__ void store_pair(float* to, float x, float y) {
+  *reinterpret_cast<float2*>(to) = {x, y};
+}
+__device__ __forceinline__ void store_pair(half_t* to, float x, float y) {
+  *reinterpret_cast<unsigned*>(to) = pack_half(x, y);
+}
+
 // n neighbours in registers as they lie in memory: those of 16 bits two to a register where n is
 // even.
 template <class T, int n, bool kPairs = sizeof(T) == 2 && n % 2 == 0>

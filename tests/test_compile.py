@@ -16,6 +16,7 @@ pytest.importorskip("cupy")
 
 from cupy_gdelta.gpu import (  # noqa: E402
     delta,
+    delta16,
     delta32,
     delta_grad,
     delta_grad_tile,
@@ -70,6 +71,7 @@ def instantiations(
         "recurrent": set(),
         "linear": {"scan_pieces"},
         "linear32": {"scan_pieces"},
+        "delta16": set(),
         "delta32": set(),
         "linear_sm90": set(),
         "linear_grad": set(),
@@ -101,6 +103,8 @@ def instantiations(
             expressions = [
                 linear32.expression(tile, output) for tile in tiles for output in (True, False)
             ]
+        elif chosen.kernel == "delta16":
+            expressions = [delta16.expression(chosen.tile, unit) for unit in normalise]
         elif chosen.kernel == "delta32":
             expressions = [delta32.expression(chosen.tile, unit) for unit in normalise]
         elif chosen.kernel == "delta":
@@ -178,13 +182,14 @@ def test_chunks_of_32_tokens_stay_in_registers(arch):
     tokens = dict(tokens=[4096], normalise=[False], arch=arch)
     small, large, largest = (24, 24), (64, 64), (128, 128)
     for shapes, dtype, precision in (
-        ([small, large], "float32", "highest"),
+        ([small, large, largest], "float32", "highest"),
         ([large], "float32", "tf32"),
         ([small, large, largest], "float16", "highest"),
     ):
         sizes = {"shapes": shapes, "dtypes": [dtype], "precision": precision}
         found = instantiations(**FEW | sizes | tokens)
-        assert_in_registers({stem: found[stem] for stem in ("linear32", "delta32")}, arch)
+        stems = ("linear32", "delta16", "delta32")
+        assert_in_registers({stem: found[stem] for stem in stems}, arch)
 
 
 @pytest.mark.timeout(600)
@@ -224,7 +229,15 @@ SPILLING = {
 def test_all_kernels_stay_in_registers(arch):
     """But those that take seconds to compile: other tests have those of the usual sizes."""
     found = instantiations(**MANY, normalise=[False, True], arch=arch)
-    long = ("linear_grad", "delta", "delta_sm90", "delta32", "delta_grad", "delta_grad32")
+    long = (
+        "linear_grad",
+        "delta",
+        "delta_sm90",
+        "delta16",
+        "delta32",
+        "delta_grad",
+        "delta_grad32",
+    )
     rest = {stem: sorted(set(found[stem]) - SPILLING) for stem in found if stem not in long}
     assert_in_registers(rest, arch)
 

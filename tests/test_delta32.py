@@ -1,4 +1,4 @@
-"""cuda/delta32.cu: the chunked delta rule in float32, on the CPU with every access followed, and on
+"""cuda/delta32.cu: the chunked delta rule, on the CPU with every access followed, and on
 a GPU.
 
 The GPU tests named test_case_* are small enough for compute-sanitizer.
@@ -54,12 +54,12 @@ class Case:
     dtype: str = "float32"
 
     def __str__(self) -> str:
-        return f"{self.K}x{self.V}-T{self.T}-{self.gate}-{self.products}"
+        return f"{self.K}x{self.V}-T{self.T}-{self.gate}-{self.dtype}-{self.products}"
 
     @property
     def tile(self) -> delta_chunks32.DeltaTile32:
-        wide = self.wide == 4
-        tile = delta_chunks32.best_tile(1000, self.K, self.V, wide, "highest", plan.SHARED_LIMIT)
+        how = (self.wide > 1, "highest", plan.SHARED_LIMIT, self.dtype)
+        tile = delta_chunks32.best_tile(1000, self.K, self.V, *how)
         assert tile is not None
         return replace(tile, products=self.products, **self.tile_options)
 
@@ -79,8 +79,8 @@ class Case:
 
     def verify(self, x: dict, y, state, what: str) -> None:
         """At the tolerance of the products."""
-        dtype = "tf32" if self.products == "kOne" else self.dtype
-        verify(replace(self, dtype=dtype), x, y, state, what)
+        tf32 = self.dtype == "float32" and self.products == "kOne"
+        verify(replace(self, dtype="tf32" if tf32 else self.dtype), x, y, state, what)
 
 
 ONE = {"teams": 1, "turns": 1, "slots": 2, "stages": 3}
@@ -104,6 +104,10 @@ CASES = [
     Case(24, 24, gate="one", beta=(1.0,), repeated=True),
     Case(64, 64, T=70, gate="one", beta=(0.0, 1.0, 2.0)),
     Case(32, 32, T=70, gate="random", beta=(0.0, 1.0, 2.0, -0.1), repeated=True),
+    Case(64, 64, T=100, gate="random", dtype="float16", products="kOne", Hq=1),
+    Case(64, 64, T=70, gate="0.9995", dtype="float16", log=True, options={"qk_l2norm": True}),
+    Case(33, 70, T=65, wide=1, gate="negative", dtype="float16"),
+    Case(128, 40, T=65, gate="random", dtype="float16", tile_options={"copy_warps": 2}),
 ]
 
 
@@ -224,18 +228,18 @@ def launch_on_gpu(case: Case, x: dict) -> tuple:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["highest", "tf32"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "tf32"])
 @pytest.mark.parametrize(("T", "H"), [(256, 300), (1000, 1), (5000, 2), (300, 100)])
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (24, 24), (48, 48), (100, 30)])
-def test_the_public_function_runs_it(T, H, K, V, precision, rng):
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (96, 80), (100, 30), (16, 70)])
+def test_the_public_function_runs_it(T, H, K, V, dtype, rng):
     from cupy_gdelta import gated_delta_rule
 
-    x = Family("cupy").arrays(accuracy.inputs(rng, T=T, H=H, K=K, V=V), "float32")
-    chosen = plan.choose("delta", "float32", T, H, K, V, 132, precision=precision)
+    stored, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, "highest")
+    x = Family("cupy").arrays(accuracy.inputs(rng, T=T, H=H, K=K, V=V), stored)
+    chosen = plan.choose("delta", stored, T, H, K, V, 132, precision=precision)
     assert chosen.kernel == "delta32"
-    dtype = "tf32" if precision == "tf32" else "float32"
     tolerance = accuracy.TOLERANCE["delta", dtype]
-    check("delta", gated_delta_rule, x, "float32", tolerance=tolerance, precision=precision)
+    check("delta", gated_delta_rule, x, stored, tolerance=tolerance, precision=precision)
 
 
 @pytest.mark.gpu

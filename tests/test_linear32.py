@@ -431,8 +431,8 @@ def test_float16_goes_in_chunks():
     for K, shortest in ((64, 128), (24, 256)):
         for T, kernel in ((shortest - 1, "recurrent"), (shortest, "linear32")):
             assert plan.choose("linear", "float16", T, 8, K, K, 132).kernel == kernel
-    for other in (("delta", 64), ("linear", 200)):
-        assert plan.choose(other[0], "float16", 1000, 8, other[1], 64, 132).kernel == "recurrent"
+    for rule in ("linear", "delta"):
+        assert plan.choose(rule, "float16", 1000, 8, 200, 64, 132).kernel == "recurrent"
     wide = [
         plan.choose("linear", "float16", 1000, 8, K, 40, 132, aligned).tile.wide
         for K, aligned in ((40, 16), (40, 8), (36, 16))

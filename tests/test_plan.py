@@ -65,13 +65,14 @@ def test_long_sums_are_made_in_float64(dtype, log_gate, longest):
     assert plan.choose("delta", "float64", 8, 8, 6, 64, 132).sums == "float64"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("limit", [SMALLEST_SHARED_LIMIT, 163 * 1024, plan.SHARED_LIMIT])
-def test_chunks_of_the_delta_rule_fit(limit):
+def test_chunks_of_the_delta_rule_fit(limit, dtype):
     for K in HEAD_DIMS:
         for V in HEAD_DIMS:
             for aligned in (16, 4):
                 sizes = (1000, 100, K, V, 132, aligned)
-                chosen = plan.choose("delta", "float32", *sizes, shared_limit=limit)
+                chosen = plan.choose("delta", dtype, *sizes, shared_limit=limit)
                 tile = chosen.tile
                 assert tile.shared_bytes <= limit
                 if chosen.kernel == "recurrent":
@@ -80,6 +81,9 @@ def test_chunks_of_the_delta_rule_fit(limit):
                 assert tile.threads <= 512
                 assert K % tile.wide == V % tile.wide == 0
                 assert tile.stages > tile.slots >= tile.teams
+                assert (chosen.kernel == "delta16") == (max(K, V) <= 64)
+                if chosen.kernel == "delta16":
+                    continue
                 assert tile.cols * tile.col_blocks >= V
 
 

@@ -30,6 +30,7 @@ except OSError as error:  # CuPy makes the folder of its kernel cache when it is
 
 from . import (
     delta,
+    delta16,
     delta32,
     delta_grad,
     delta_sm90,
@@ -49,6 +50,7 @@ __all__ = [
     "advance",
     "backward",
     "delta",
+    "delta16",
     "delta32",
     "delta_grad",
     "delta_sm90",
@@ -180,6 +182,7 @@ def _offsets(p: Problem) -> tuple[View | None, int]:
 
 _LAUNCH = {
     "recurrent": recurrent.launch,
+    "delta16": delta16.launch,
     "delta32": delta32.launch,
     "linear": linear.launch,
     "linear32": linear32.launch,

@@ -1,4 +1,4 @@
-"""Launches cuda/delta32.cu: the delta rule in chunks on tensor cores, for float32."""
+"""Launches cuda/delta32.cu: the delta rule in chunks of 32 on tensor cores."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from ..arrays import View
 from ..problem import Problem
 from . import call, loader
+from .delta16 import TYPES
 from .delta_chunks32 import DeltaTile32
 from .plan import Plan
 
@@ -18,7 +19,7 @@ def expression(tile: DeltaTile32, normalise: bool) -> str:
     sizes = (tile.K, tile.V, tile.cols, tile.teams, tile.turns, tile.stages, tile.slots)
     split = (tile.out_cols, tile.state_rows, tile.copy_warps)
     kind = (tile.products, tile.wide, str(normalise).lower())
-    return f"delta32<{', '.join(map(str, (*sizes, *split, *kind)))}>"
+    return f"delta32<{', '.join(map(str, (TYPES[tile.dtype], *sizes, *split, *kind)))}>"
 
 
 def launch(p: Problem, plan: Plan, y: View, state: View | None, offsets: View | None) -> None:

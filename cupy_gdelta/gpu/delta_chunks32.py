@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from ..arrays import ITEMSIZE
 from .chunks32 import CHUNK, DECAY_BYTES, MAX_K, MAX_T, PRODUCTS
 
 SHORTEST = 128  # tokens
@@ -30,6 +31,7 @@ class DeltaTile32:
     copy_warps: int
     products: str
     wide: int
+    dtype: str = "float32"
 
     @property
     def reason(self) -> str:
@@ -72,17 +74,19 @@ class DeltaTile32:
 
 @functools.lru_cache(maxsize=4096)
 def best_tile(
-    T: int, K: int, V: int, aligned: bool, precision: str, shared_limit: int
+    T: int, K: int, V: int, aligned: bool, precision: str, shared_limit: int, dtype: str = "float32"
 ) -> DeltaTile32 | None:
     """The first tile that fits; None where none does, or tokens are too few for it."""
     if K > MAX_K or not SHORTEST <= T <= MAX_T or shared_limit < LARGE:
         return None
-    wide = 4 if aligned and K % 4 == 0 and V % 4 == 0 else 1
-    fitting = (t for t in shapes(K, V, PRODUCTS[precision], wide) if t.shared_bytes <= shared_limit)
-    return next(fitting, None)
+    vector = 16 // ITEMSIZE[dtype]
+    wide = vector if aligned and K % vector == 0 and V % vector == 0 else 1
+    products = PRODUCTS[precision if dtype == "float32" else "highest"]
+    found = shapes(K, V, products, wide, dtype)
+    return next((tile for tile in found if tile.shared_bytes <= shared_limit), None)
 
 
-def shapes(K: int, V: int, products: str, wide: int) -> list[DeltaTile32]:
+def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> list[DeltaTile32]:
     """Tiles for a head, the better ones first: copies far ahead."""
     small = K <= 32 and V <= 32
     state_rows = min(64, -(-K // 8) * 8)  # of 16 columns, by one warp
@@ -92,5 +96,5 @@ def shapes(K: int, V: int, products: str, wide: int) -> list[DeltaTile32]:
         across = -(-min(cols, V) // 8) * 8
         for stages in range(most, slots, -1):
             sizes = (K, V, cols, teams, turns, stages, slots, across, state_rows)
-            found.append(DeltaTile32(*sizes, 1, products, wide))
+            found.append(DeltaTile32(*sizes, 1, products, wide, dtype))
     return found

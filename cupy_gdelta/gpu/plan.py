@@ -15,6 +15,7 @@ from . import (
     chunks,
     chunks32,
     chunks_grad,
+    delta_chunks16,
     delta_chunks32,
     delta_grad_tile,
     delta_tile,
@@ -25,6 +26,7 @@ from . import (
 from .chunks import ChunkTile
 from .chunks32 import Tile32
 from .chunks_grad import ChunkGradTile
+from .delta_chunks16 import DeltaTile16
 from .delta_chunks32 import DeltaTile32
 from .delta_grad_tile import DeltaGradTile
 from .delta_tile import DeltaTile
@@ -72,6 +74,7 @@ class Plan:
         Tile
         | ChunkTile
         | Tile32
+        | DeltaTile16
         | DeltaTile32
         | WarpgroupTile
         | DeltaTile
@@ -132,8 +135,12 @@ def choose(
         split = chunks32.best_tile(*sizes, *how)
         if split is not None:
             return Plan("linear32", "float32", split, f"chunks on tensor cores, {split.reason}")
-    if rule == "delta" and dtype == "float32":
-        own = delta_chunks32.best_tile(T, K, V, aligned == 16, precision, shared_limit)
+    if rule == "delta" and dtype in ("float32", "float16"):
+        kind = (aligned == 16, precision, shared_limit, dtype)
+        small = delta_chunks16.best_tile(T, K, V, *kind)
+        if small is not None:
+            return Plan("delta16", "float32", small, f"chunks on tensor cores, {small.reason}")
+        own = delta_chunks32.best_tile(T, K, V, *kind)
         if own is not None:
             return Plan("delta32", "float32", own, f"chunks on tensor cores, {own.reason}")
     if rule == "delta" and dtype == "bfloat16" and copied:

@@ -175,6 +175,8 @@ inline void wait_stores() {}
 
 inline int afresh(int x) { return x; }
 inline unsigned afresh(unsigned x) { return x; }
+inline long long afresh(long long x) { return x; }
+inline float afresh(float x) { return x; }
 
 template <bool kTransposed = false>
 void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
