@@ -128,6 +128,14 @@ __device__ __forceinline__ void copy_rows(typename F::Number* to, const In* from
         cp_async<16>(target + row * kLength, source, real ? 16 : 0);
       source += kDown * stride;
     }
+  } else if constexpr (kWide && F::kCount == 1) {
+    constexpr int kAcross = kPadded / 8;
+#pragma unroll 4
+    for (int e = threadIdx.x; e < kRows * kAcross; e += kThreads) {
+      const int row = e / kAcross, at = e % kAcross * 8;
+      const bool real = row < rows && at < cols;
+      cp_async<16>(to + row * kLength + at, from + row * stride + at, real ? 16 : 0);
+    }
   } else {
     HeldRows<In, kRows, kPadded, kThreads, kWide> held;
     held.load(from, stride, rows, cols);

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 CHUNK = 64  # tokens
 MAX_D = 128  # rows and columns of the state
 SHORTEST = 64  # tokens; shorter sequences are faster token by token
-STAGES = 2  # chunks in shared memory, of the kernel that makes states
 MAX_WARPS = 8
 GATE_BYTES = 4 * 4 * 16 * 20  # of products of gates within blocks of 16 tokens
-WEIGHT_BYTES = 4 * 4 * (CHUNK + 4)  # of four ChunkWeights
+WEIGHT_BYTES = 4 * (CHUNK + 4)  # sizeof(ChunkWeights)
 SHARED_BYTES = 228 * 1024  # of a multiprocessor of sm_90 and sm_100
 BLOCK_BYTES = 1024  # that every block takes beside its own
 
@@ -45,7 +44,9 @@ class ChunkGradTile:
     def state_bytes(self) -> int:
         planes = {"bfloat16": 1, "float16": 2, "float32": 3}[self.dtype]
         stage = CHUNK * (self._row(self.K, planes) + self._row(self.cols, planes))
-        return STAGES * stage * 2 + WEIGHT_BYTES
+        ahead = max(self.state_threads // 32, 2)
+        stages = 4 if self.wide and planes == 1 else 2
+        return stages * stage * 2 + 2 * ahead * WEIGHT_BYTES
 
     @property
     def threads(self) -> int:
