@@ -13,14 +13,15 @@
 #pragma once
 #include "grad_gates.cuh"
 
-// kParts warps share a block of 16 tokens, each has a part of the columns. kApart: S and E lie side
-// by side in shared memory, not one after the other.
-template <class In, int K, int V, int kParts_, bool kApart_>
+// kParts warps share a block of 16 tokens, each has a part of the columns. With two roles other
+// warps make the gradients of queries than those of keys and values. kApart: S and E lie side by
+// side in shared memory, not one after the other.
+template <class In, int K, int V, int kParts_, int kRoles_, bool kApart_>
 struct GradShape {
   using F = typename Factors<In>::Type;
   using Number = typename F::Number;
-  using Scalars = GradScalars<kParts_>;
-  static constexpr int kParts = kParts_, kPadding = 16 * kParts;
+  using Scalars = GradScalars<kParts_, kRoles_>;
+  static constexpr int kParts = kParts_, kRoles = kRoles_, kPadding = 16 * kParts;
   static constexpr bool kApart = kApart_;
   static constexpr int kRealKeys = K, kRealValues = V;
   static constexpr int kKeys = (K + kPadding - 1) / kPadding * kPadding;
@@ -30,7 +31,7 @@ struct GradShape {
   static constexpr int kKeySize = kChunk * kKeyRow, kValueSize = kChunk * kValueRow;
   static constexpr int kStateSize = kKeys * kValueRow;
   static constexpr int kNumbers = 2 * (kKeySize + kValueSize) + (kApart ? 2 : 1) * kStateSize;
-  static constexpr int kThreads = 32 * kParts * kBlocks;
+  static constexpr int kThreads = 32 * kRoles * kParts * kBlocks;
   static constexpr int kSteps = F::kCount * kParts > 1 ? 1 : 4;  // of a sum, unrolled
 };
 

@@ -116,10 +116,11 @@ struct Copies {
 
 // grid: chunks * H blocks, and H more for packed sequences. block: GradShape::kThreads. kPartial:
 // heads share q and k, and finish_grad is to add up their gradients.
-template <class In, int K, int V, int kParts, bool kApart, bool kWide, bool kPartial, int kTogether>
-__global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads, kTogether)
+template <class In, int K, int V, int kParts, int kRoles, bool kApart, bool kWide, bool kPartial,
+          int kTogether>
+__global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::kThreads, kTogether)
     chunk_grads(const CallArgs a, const GradArgs g) {
-  using S = GradShape<In, K, V, kParts, kApart>;
+  using S = GradShape<In, K, V, kParts, kRoles, kApart>;
   using F = typename S::F;
   using Out = typename Choose<kPartial, float, In>::Type;
   DYNAMIC_SHARED(typename F::Number, rows);
@@ -141,7 +142,8 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
   const int count = static_cast<int>(min(seq.stop - t0, static_cast<long long>(kChunk)));
   const long long b = seq.b;
 
-  const int w = warp % kBlocks, part = warp / kBlocks;
+  const int w = warp % kBlocks, part = warp / kBlocks % kParts;
+  const bool of_keys = warp < kBlocks * kParts, of_queries = kRoles == 1 || !of_keys;
   Scalar<In> gate, beta;
   const int t = w * kBlock + lane % kBlock;
   const bool real = t < count;
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
   const Copies<In, S, kWide> copies{a, g, shared, b, t0, h, hq, chunk, count};
   float share = copies.all();
   cp_async_commit();
-  if (part == 0) {
+  if (warp < kBlocks) {
     const double x = real ? gate.template value<double>(a.gate_kind) : 1.0;
     s.fill(w, static_cast<float>(x + (x - x)),  // NaN where infinite
            real ? beta.template value<float>(a.beta_kind) : 0.f, lane);
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
   const int row0 = w * kBlock, low = row0 + lane / 4, high = low + 8;
   const long long at = (b * a.T + t0) * a.H + h;  // of the first token, in rows
   const long long step = a.H * K;
-  {
+  if (of_keys) {
     float z[S::kKeyTiles][4] = {}, dv[S::kValueTiles][4] = {};
     make_keys(shared, scale, w, part, lane, z, dv);
     scale_rows(z, s.beta[low], s.beta[high]);
@@ -189,14 +191,14 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
     cp_async_wait<0>();
     __syncthreads();
   }
-  {
+  if (of_queries) {
     float dq[S::kKeyTiles][4] = {};
     make_queries(shared, scale, w, part, lane, dq);
     put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dq : g.dq) + at * K, step, dq, row0,
                          count, key0, K, lane);
   }
   __syncthreads();
-  if (part > 0) return;
+  if (warp >= kBlocks) return;
   const float dgate = sum_gates(s, w, lane);
   if (lane >= kBlock || !real) return;
   float dbeta = 0;

@@ -27,6 +27,7 @@ class ChunkGradTile:
     wide: bool
     apart: bool = True
     parts: int = 1  # warps that share the columns of 16 rows
+    roles: int = 1  # 2: other warps make gradients of queries than those of keys and values
 
     reason = "states of chunks, then all chunks at once"
 
@@ -50,7 +51,7 @@ class ChunkGradTile:
 
     @property
     def threads(self) -> int:
-        return 2 * CHUNK * self.parts
+        return 2 * CHUNK * self.parts * self.roles
 
     @property
     def shared_bytes(self) -> int:
@@ -59,14 +60,15 @@ class ChunkGradTile:
         planes = 1 if self.dtype == "bfloat16" else 2
         key, value = self._row(K, planes), self._row(V, planes)
         numbers = 2 * CHUNK * (key + value) + (2 if self.apart else 1) * K * value
-        scalars = 6 * CHUNK + 4 + self.parts * (3 * CHUNK + 25 + 4)
+        scalars = 6 * CHUNK + 4 + self.parts * (3 * CHUNK + 25 + 4 * self.roles)
         return numbers * 2 + GATE_BYTES + 4 * scalars
 
     @property
     def together(self) -> int:
         """Blocks of ``chunk_grads`` that share a multiprocessor, and its registers."""
-        size = max(self.K, self.V)
-        most = 4 // self.parts if size <= 32 else (3 if self.parts == 1 else 128 // size)
+        small, short = (max(self.K, self.V) <= most for most in (32, 64))
+        alone = self.parts * self.roles == 1
+        most = (3 + small if alone else 2) if short else 1
         return max(1, min(most, SHARED_BYTES // (self.shared_bytes + BLOCK_BYTES)))
 
     @property
@@ -101,10 +103,11 @@ def best_tile(
     if max(K, V) > 64 and not wide:
         return None  # there are no registers for copies number by number beside long rows
     parts = 2 if max(K, V) > 64 else 1  # one warp has not the registers for long rows
+    roles = 2 if wide and (parts == 1 or dtype == "bfloat16") else 1  # for registers, too
     most = 64 if dtype == "bfloat16" or K <= 64 else 32  # for the registers of a warp
     widths = [cols for cols in (64, 32, 16) if cols == 16 or (cols <= most and cols < 2 * V)]
     for cols, apart in itertools.product(widths, (True, False)):
-        tile = ChunkGradTile(dtype, K, V, cols, wide, apart, parts)
+        tile = ChunkGradTile(dtype, K, V, cols, wide, apart, parts, roles)
         enough = 2 * items * tile.col_blocks >= multiprocessors or cols == widths[-1]
         if enough and max(tile.shared_bytes, tile.state_bytes) <= shared_limit:
             return tile
