@@ -155,6 +155,14 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const float scale = static_cast<float>(a.scale);
   TokenGradients<K, V, kDirect> own = {{warp, lane}, a,  g,     chunk, h,    q,    k, e,
                                        dy,           de, piece, decay, sums, scale};
+  // the whole states on their way to the cache, of which parts are fetched one after the other
+#pragma unroll 1
+  for (int i = threadIdx.x; i < S::kStateBlocks * 4; i += kTokenThreads) {
+    prefetch(late + i * 8);
+    prefetch(states + i * 8);
+  }
+  float gate[2], beta[2];
+  if (warp == 7) load_gates(gate, beta, a, chunk, h, lane);
   __syncthreads();
   const int half = warp % 2 * kCopyRows, rows = chunk.tokens - half;
   const long long t = chunk.first + half;
@@ -174,8 +182,6 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   copy_misses<S>(e, space.misses + item * (kChunk * S::kValues));
   own.fetch(late, 0);
   if (warp == 7) {
-    float gate[2], beta[2];
-    load_gates(gate, beta, a, chunk, h, lane);
     *reinterpret_cast<float2*>(sums.beta + 2 * lane) = {beta[0], beta[1]};
     decay.fill(lane, gate[0], gate[1], 1, 1);
     __syncwarp();
@@ -197,6 +203,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     __syncthreads();
     pairs.put_products();
     put_betas<kDirect>(a, g, chunk, h, decay, sums);
+    if (warp == kBlocks) put_written(sums, decay, lane);  // one of two that have the fewest pairs
     __syncthreads();
     pairs.put_gate_columns();
     __syncthreads();

@@ -61,12 +61,25 @@ struct Pairs : TokenWarp {
   // Products of gates D_{t-1,j} for j < t as right factors, in the place of e.
   __device__ __forceinline__ void put_products() const {
 #pragma unroll 1
-    for (int job = warp; job < 4 * kLowerBlocks; job += 2 * kBlocks) {
-      const int at = job / 4, i = job % 4, r = (at > 0) + (at > 2) + (at > 5), c = at - lower(r, 0);
-      const int t = r * kBlock + lane / 4 + i / 2 * 8, j = c * kBlock + i % 2 * 8 + lane % 4 * 2;
-      const float first = j < t ? product(t - 1, j) : 0.f;
-      const float second = j + 1 < t ? product(t - 1, j + 1) : 0.f;
-      reinterpret_cast<unsigned*>(e)[(at * 32 + lane) * 4 + i] = pack_bfloat16(first, second);
+    for (int at = warp; at < kLowerBlocks; at += 2 * kBlocks) {
+      const int r = (at > 0) + (at > 2) + (at > 5), c = at - lower(r, 0);
+      unsigned right[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int t = lane / 4 + i / 2 * 8, j = i % 2 * 8 + lane % 4 * 2;  // in their blocks
+        float2 x;
+        if (r == c) {
+          x = *reinterpret_cast<const float2*>(&decay.diagonal[r][max(t - 1, 0)][j]);
+          if (t == 0) x = {0, 0};  // else what lies above the diagonal is 0
+        } else {
+          const float start = t ? decay.in_block[r * kBlock + t - 1] : 1.f;
+          const float head = times<true>(decay.between[r][c], start);
+          x = *reinterpret_cast<const float2*>(decay.to_block_end + c * kBlock + j);
+          x = {times<true>(head, x.x), times<true>(head, x.y)};
+        }
+        right[i] = pack_bfloat16(x.x, x.y);
+      }
+      reinterpret_cast<uint4*>(e)[at * 32 + lane] = {right[0], right[1], right[2], right[3]};
     }
   }
 
@@ -146,12 +159,5 @@ struct Pairs : TokenWarp {
     float column = (i ? own[1] : own[0]) + __shfl_xor_sync(0xffffffffu, i ? own[0] : own[1], 8);
     column += __shfl_xor_sync(0xffffffffu, column, 16);
     if (lane < 16) sums.columns[warp][c * kBlock + col(tile, i)] = column;
-  }
-
-  // gate_{j+1} ... gate_i for j <= i
-  __device__ __forceinline__ float product(int i, int j) const {
-    const int r = i / kBlock, c = j / kBlock;
-    if (r == c) return decay.diagonal[r][i % kBlock][j % kBlock];
-    return times<true>(times<true>(decay.between[r][c], decay.in_block[i]), decay.to_block_end[j]);
   }
 };

@@ -25,6 +25,7 @@ struct TokenSums {
   float edge[2][kChunk], last[2][kChunk];  // x_i S d_i and k_j G e_j, by halves of K
   float along[kChunk];                     // e_j . de_j
   float corner[2 * kBlocks];               // <S, G>, by warp
+  float written[kChunk];                   // of the gates' gradients, of what G has of writes
 };
 
 template <int K, int V>

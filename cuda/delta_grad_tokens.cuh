@@ -22,9 +22,7 @@ struct TokenGradients : TokenWarp {
 
   // Part p of a state on its way into shared memory.
   __device__ __forceinline__ void fetch(const uint4* state, int p) const {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < S::kPiece; i += kTokenThreads)
-      if (tile_of(i, p) < S::kRowTiles) cp_async<16>(piece + i, state + at(i, p));
+    each_of_part(p, [&](int, int i, int at) { cp_async<16>(piece + i, state + at); });
     cp_async_commit();
   }
 
@@ -51,6 +49,8 @@ struct TokenGradients : TokenWarp {
   // dq and dk of the rows of K that part p of S has, S in shared memory.
   __device__ __forceinline__ void read_state(int p, const uint4* late) {
     float dq[S::kOwn][2][4] = {}, dk[S::kOwn][2][4] = {};
+    uint4 of_late[kVectors];  // long before they are needed
+    each_of_part(p, [&](int n, int, int at) { of_late[n] = late[at]; });
 #pragma unroll 1
     for (int v = 0; v < S::kValueTiles; v++) {
       unsigned by_q[4], by_k[4];
@@ -63,7 +63,7 @@ struct TokenGradients : TokenWarp {
         multiply(dk[m], by_k, right);
       });
     }
-    add_corner(p, late);
+    add_corner(p, of_late);
     weigh(p, dq, dk);
 #pragma unroll 1
     for (int c = 0; c < kBlocks; c++) add_pairs(p, c, dq, dk);
@@ -89,12 +89,20 @@ struct TokenGradients : TokenWarp {
   }
 
  private:
-  // Number i of a part: its tile of rows of K, and its place in the whole state.
-  static __device__ __forceinline__ int tile_of(int i, int p) {
-    return i / 32 % S::kPieceTiles + p * S::kPieceTiles;
-  }
-  static __device__ __forceinline__ int at(int i, int p) {
-    return (i / (32 * S::kPieceTiles) * S::kRowTiles + tile_of(i, p)) * 32 + i % 32;
+  // The vectors of part p of a state that this thread has to do with: f(which, its place in the
+  // part, its place in the whole state). All are of one tile of rows of K.
+  static constexpr int kAcross = 32 * S::kPieceTiles, kDown = kTokenThreads / kAcross;
+  static constexpr int kVectors = (S::kValueTiles + kDown - 1) / kDown;
+  template <class F>
+  static __device__ __forceinline__ void each_of_part(int p, F f) {
+    static_assert(kTokenThreads % kAcross == 0, "threads are whole rows of tiles");
+    const int tile = threadIdx.x % kAcross / 32 + p * S::kPieceTiles, first = threadIdx.x / kAcross;
+    if (S::kRowTiles % S::kPieceTiles != 0 && tile >= S::kRowTiles) return;
+    const int at = (first * S::kRowTiles + tile) * 32 + threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < kVectors; n++)
+      if (S::kValueTiles % kDown == 0 || first + n * kDown < S::kValueTiles)
+        f(n, threadIdx.x + n * kTokenThreads, at + n * (kDown * S::kRowTiles * 32));
   }
   // The own tiles of 16 rows of K in part p of a state: f(which, tile).
   template <class F>
@@ -223,17 +231,15 @@ struct TokenGradients : TokenWarp {
   }
 
   // <S, G> of part p.
-  __device__ __forceinline__ void add_corner(int p, const uint4* late) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < S::kPiece; i += kTokenThreads) {
-      if (tile_of(i, p) >= S::kRowTiles) continue;
-      const uint4 x = piece[i], y = late[at(i, p)];
+  __device__ __forceinline__ void add_corner(int p, const uint4 (&of_late)[kVectors]) {
+    each_of_part(p, [&](int n, int i, int) {
+      const uint4 x = piece[i], y = of_late[n];
       const unsigned of_x[4] = {x.x, x.y, x.z, x.w}, of_y[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
       for (int j = 0; j < 4; j++)
         corner +=
             bfloat16_bits_to_float(of_x[j] & 0xffff) * bfloat16_bits_to_float(of_y[j] & 0xffff) +
             bfloat16_bits_to_float(of_x[j] >> 16) * bfloat16_bits_to_float(of_y[j] >> 16);
-    }
+    });
   }
 };
