@@ -114,7 +114,7 @@ __device__ __forceinline__ void pairs(float (&to)[2][2], const float* from, int 
 }
 
 // Products of 16 keys with 16 queries of a later block, x = q_i . k_j and y = dy_i . v_j, weighed
-// for what they add to z and dv before to_j. Returns sum_i scale from_i x y for both rows.
+// for what they add to dk and dv before beta_j to_j. Returns sum_i scale from_i x y for both rows.
 __device__ __forceinline__ float2 weigh_later(float (&x)[2][4], float (&y)[2][4], const float* from,
                                               float scale, float gap, int lane) {
   float two[2][2], sum[2] = {};
@@ -132,7 +132,8 @@ __device__ __forceinline__ float2 weigh_later(float (&x)[2][4], float (&y)[2][4]
   return {sum[0], sum[1]};
 }
 
-// The same for queries of the keys' own block. a = x y beta_j scale; returns the sums with G_ij.
+// The same for queries of the keys' own block, with beta_j, low and high. a = x y beta_j scale;
+// returns the sums with G_ij.
 __device__ __forceinline__ float2 weigh_own(float (&x)[2][4], float (&y)[2][4], float (&a)[2][4],
                                             const float* gates, float scale, float low, float high,
                                             int lane) {
@@ -144,19 +145,19 @@ __device__ __forceinline__ float2 weigh_own(float (&x)[2][4], float (&y)[2][4], 
       const int i = n * 8 + lane % 4 * 2 + e % 2, j = lane / 4 + e / 2 * 8;
       // above the diagonal a product may be anything, NaN too: it is not multiplied away
       const float scaled = i >= j ? scale * x[n][e] : 0.f, other = i >= j ? y[n][e] : 0.f;
-      const float weight = gates[i * kGateRow + j];
-      a[n][e] = bounded((e < 2 ? low : high) * scaled * other);
-      x[n][e] = weight * scaled;
-      y[n][e] = weight * scale * other;
-      sum[e / 2] += x[n][e] * other;
+      const float weight = gates[i * kGateRow + j], beta = e < 2 ? low : high;
+      a[n][e] = bounded(beta * scaled * other);
+      sum[e / 2] += weight * scaled * other;
+      x[n][e] = weight * beta * scaled;
+      y[n][e] = weight * beta * (scale * other);
     }
   return {sum[0], sum[1]};
 }
 
-// Gradients of keys and values of block w: z and, before beta, dv.
+// Gradients of keys and values of block w.
 template <class S>
 __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float scale, int w, int part,
-                                          int lane, float (&z)[S::kKeyTiles][4],
+                                          int lane, float (&dk)[S::kKeyTiles][4],
                                           float (&dv)[S::kValueTiles][4]) {
   using F = typename S::F;
   typename S::Scalars& s = shared.scalars();
@@ -168,16 +169,16 @@ __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float sca
     F::template rows<S::kKeyRow>(left, shared.k(), row0, step * 16, lane);
     add_columns<F, S::kValueRow>(dv, left, shared.dstate(), value0, step * 16, lane);
   }
-  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(z, shared.v(), row0,
+  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(dk, shared.v(), row0,
                                                                       shared.dstate(), key0, lane);
-  const float2 term = dot_rows<F, S::kKeyRow>(z, shared.k(), row0, key0, lane);
-  const float share_low = s.share[low], share_high = s.share[high];
+  const float2 term = dot_rows<F, S::kKeyRow>(dk, shared.k(), row0, key0, lane);
+  float share_low = s.share[low], share_high = s.share[high];
   // of the four lanes of a row one counts
   const float owed = lane % 4 ? 0.f : share_low * term.x + share_high * term.y;
   const float sum = sum_of_warp(owed);
   if (lane == 0) s.pair[part][w + 1][kBlocks] = bounded(sum);
   const float after = s.between(w, kBlocks);
-  scale_rows(z, after, after);
+  scale_rows(dk, after, after);
   scale_rows(dv, after, after);
   float2 later = {0, 0}, own = {0, 0};
   float gap = 1;  // the gates between the blocks
@@ -189,6 +190,10 @@ __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float sca
                                                                   shared.q(), r * kBlock, lane);
     add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(
         of_values, shared.v(), row0, shared.dy(), r * kBlock, lane);
+    if (S::kKeyTiles + S::kValueTiles > 8) {  // read anew they take no registers meanwhile
+      const int first = afresh(low);
+      share_low = s.share[first], share_high = s.share[first + 8];
+    }
     if (r > w) {
       const float2 sums = weigh_later(of_keys, of_values, s.from + r * kBlock, scale, gap, lane);
       later.x += gap * sums.x, later.y += gap * sums.y;
@@ -199,15 +204,14 @@ __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float sca
       float a[2][4];
       own = weigh_own(of_keys, of_values, a, s.gates[w], scale, s.beta[low], s.beta[high], lane);
       if (part == 0) add_gates<F>(s, a, w, lane);
-      const float to_low = s.to[low], to_high = s.to[high];
-      scale_rows(z, to_low, to_high);
-      scale_rows(dv, to_low, to_high);
+      scale_rows(dk, share_low, share_high);
+      scale_rows(dv, share_low, share_high);
     }
     typename F::Left left;
     F::tiles(left, of_keys);
     add_columns<F, S::kValueRow>(dv, left, shared.dy(), value0, r * kBlock, lane);
     F::tiles(left, of_values);
-    add_columns<F, S::kKeyRow>(z, left, shared.q(), key0, r * kBlock, lane);
+    add_columns<F, S::kKeyRow>(dk, left, shared.q(), key0, r * kBlock, lane);
   }
   const float tiles = part == 0 ? 1.f : 0.f;  // which both parts have made
   const float all_low = after * term.x + tiles * sum_of_row(later.x);
@@ -277,12 +281,20 @@ template <class S, class State>
 __device__ __forceinline__ float share_of_inner(const GradShared<S>& shared, const State* state) {
   using F = typename S::F;
   float sum = 0;
-  if (S::kApart) {
-    for (int e = threadIdx.x; e < S::kKeys * S::kValues / 2; e += S::kThreads) {
-      const int row = e / (S::kValues / 2), col = e % (S::kValues / 2) * 2;
-      const float2 x = F::template pair<S::kValueRow>(shared.state(), row, col);
-      const float2 y = F::template pair<S::kValueRow>(shared.dstate(), row, col);
-      sum += x.x * y.x + x.y * y.y;
+  if constexpr (S::kApart && F::kCount == 1) {
+    constexpr int kAcross = S::kValues / 8;  // vectors of a row
+#pragma unroll 2
+    for (int e = threadIdx.x; e < S::kKeys * kAcross; e += S::kThreads) {
+      const int at = e / kAcross * S::kValueRow + e % kAcross * 8;
+      const auto x = *reinterpret_cast<const Run<unsigned, 4>*>(shared.state() + at);
+      const auto y = *reinterpret_cast<const Run<unsigned, 4>*>(shared.dstate() + at);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float x0, x1, y0, y1;
+        unpack_bfloat16(x.x[i], x0, x1);
+        unpack_bfloat16(y.x[i], y0, y1);
+        sum += x0 * y0 + x1 * y1;
+      }
     }
   } else {
 #pragma unroll 8

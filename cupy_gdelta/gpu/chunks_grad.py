@@ -12,7 +12,7 @@ SHORTEST = 64  # tokens; shorter sequences are faster token by token
 MAX_WARPS = 8
 GATE_BYTES = 4 * 4 * 16 * 20  # of products of gates within blocks of 16 tokens
 WEIGHT_BYTES = 4 * (CHUNK + 4)  # sizeof(ChunkWeights)
-SHARED_BYTES = 228 * 1024  # of a multiprocessor of sm_90 and sm_100
+SHARED_BYTES = 228 * 1024  # of a multiprocessor of sm_90 and sm_100; a block may have 1 KB less
 BLOCK_BYTES = 1024  # that every block takes beside its own
 
 
@@ -28,6 +28,7 @@ class ChunkGradTile:
     apart: bool = True
     parts: int = 1  # warps that share the columns of 16 rows
     roles: int = 1  # 2: other warps make gradients of queries than those of keys and values
+    room: int = SHARED_BYTES  # shared memory of a multiprocessor
 
     reason = "states of chunks, then all chunks at once"
 
@@ -66,10 +67,14 @@ class ChunkGradTile:
     @property
     def together(self) -> int:
         """Blocks of ``chunk_grads`` that share a multiprocessor, and its registers."""
-        small, short = (max(self.K, self.V) <= most for most in (32, 64))
-        alone = self.parts * self.roles == 1
-        most = (3 + small if alone else 2) if short else 1
-        return max(1, min(most, SHARED_BYTES // (self.shared_bytes + BLOCK_BYTES)))
+        size = max(self.K, self.V)
+        if self.parts * self.roles == 1:
+            most = 4 if size <= 32 else 3
+        elif size <= 24 and self.dtype == "float32" and self.room >= SHARED_BYTES:
+            most = 3  # on sm_80 registers would not do
+        else:
+            most = 2 if size <= 64 else 1
+        return max(1, min(most, self.room // (self.shared_bytes + BLOCK_BYTES)))
 
     @property
     def state_size(self) -> int:
@@ -105,9 +110,10 @@ def best_tile(
     parts = 2 if max(K, V) > 64 else 1  # one warp has not the registers for long rows
     roles = 2 if wide and (parts == 1 or dtype == "bfloat16") else 1  # for registers, too
     most = 64 if dtype == "bfloat16" or K <= 64 else 32  # for the registers of a warp
+    room = shared_limit + BLOCK_BYTES
     widths = [cols for cols in (64, 32, 16) if cols == 16 or (cols <= most and cols < 2 * V)]
     for cols, apart in itertools.product(widths, (True, False)):
-        tile = ChunkGradTile(dtype, K, V, cols, wide, apart, parts, roles)
+        tile = ChunkGradTile(dtype, K, V, cols, wide, apart, parts, roles, room)
         enough = 2 * items * tile.col_blocks >= multiprocessors or cols == widths[-1]
         if enough and max(tile.shared_bytes, tile.state_bytes) <= shared_limit:
             return tile
