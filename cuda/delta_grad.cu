@@ -153,8 +153,22 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const uint4* const states = space.states + item * (S::kStateBlocks * 32);
   const uint4* const late = space.late + item * (S::kStateBlocks * 32);
   const float scale = static_cast<float>(a.scale);
-  TokenGradients<K, V, kDirect> own = {{warp, lane}, a,  g,     chunk, h,    q,    k, e,
-                                       dy,           de, piece, decay, sums, scale};
+  TokenGradients<K, V, kDirect> own = {{warp, lane},
+                                       a,
+                                       g,
+                                       chunk,
+                                       h,
+                                       q,
+                                       k,
+                                       e,
+                                       dy,
+                                       de,
+                                       piece,
+                                       decay,
+                                       sums,
+                                       scale,
+                                       ((b * a.T + chunk.first) * a.H + h) * K,
+                                       static_cast<int>(a.H * K)};
   // the whole states on their way to the cache, of which parts are fetched one after the other
 #pragma unroll 1
   for (int i = threadIdx.x; i < S::kStateBlocks * 4; i += kTokenThreads) {
