@@ -7,7 +7,7 @@
 // How the state is laid over warps, kCols columns of V for a block.
 template <class In, int K, int kCols, bool kWide>
 struct StatesShape {
-  using F = typename Factors<In>::OfStates;
+  using F = typename Factors<In>::Type;
   static constexpr int kKeys = (K + 15) / 16 * 16, kRowTiles = kKeys / 16;
   static constexpr int kKeyRow = F::template kRow<kKeys>, kValueRow = F::template kRow<kCols>;
   static constexpr int kRowWarps = kRowTiles % 4 == 0 ? 4 : (kRowTiles % 2 == 0 ? 2 : 1);

@@ -44,10 +44,9 @@ class ChunkGradTile:
 
     @property
     def state_bytes(self) -> int:
-        planes = {"bfloat16": 1, "float16": 2, "float32": 3}[self.dtype]
-        stage = CHUNK * (self._row(self.K, planes) + self._row(self.cols, planes))
+        stage = CHUNK * (self._row(self.K) + self._row(self.cols))
         ahead = max(self.state_threads // 32, 2)
-        stages = 4 if self.wide and planes == 1 else 2
+        stages = 4 if self.wide and self._planes == 1 else 2
         return stages * stage * 2 + 2 * ahead * WEIGHT_BYTES
 
     @property
@@ -58,8 +57,7 @@ class ChunkGradTile:
     def shared_bytes(self) -> int:
         padding = 16 * self.parts
         K, V = (-(-x // padding) * padding for x in (self.K, self.V))
-        planes = 1 if self.dtype == "bfloat16" else 2
-        key, value = self._row(K, planes), self._row(V, planes)
+        key, value = self._row(K), self._row(V)
         numbers = 2 * CHUNK * (key + value) + (2 if self.apart else 1) * K * value
         scalars = 6 * CHUNK + 4 + self.parts * (3 * CHUNK + 25 + 4 * self.roles)
         return numbers * 2 + GATE_BYTES + 4 * scalars
@@ -81,9 +79,12 @@ class ChunkGradTile:
         """Bytes of a number of a state between the two kernels."""
         return 2 if self.dtype == "bfloat16" else 4
 
-    @staticmethod
-    def _row(cols: int, planes: int) -> int:
-        return planes * -(-cols // 16) * 16 + 8
+    @property
+    def _planes(self) -> int:
+        return 1 if self.dtype == "bfloat16" else 2
+
+    def _row(self, cols: int) -> int:
+        return self._planes * -(-cols // 16) * 16 + 8
 
 
 @functools.lru_cache(maxsize=4096)
