@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     __syncthreads();
     pairs.put_products();
     put_betas<kDirect>(a, g, chunk, h, decay, sums);
-    if (warp == kBlocks) put_written(sums, decay, lane);  // one of two that have the fewest pairs
+    if (warp == 2 * kBlocks - 1) put_written(sums, decay, lane);  // one of two that have the fewest pairs
     __syncthreads();
     pairs.put_gate_columns();
     __syncthreads();

@@ -158,6 +158,6 @@ struct Pairs : TokenWarp {
           (tile ? x[1][j] : x[0][j]) + __shfl_xor_sync(0xffffffffu, tile ? x[0][j] : x[1][j], 4);
     float column = (i ? own[1] : own[0]) + __shfl_xor_sync(0xffffffffu, i ? own[0] : own[1], 8);
     column += __shfl_xor_sync(0xffffffffu, column, 16);
-    if (lane < 16) sums.columns[warp][c * kBlock + col(tile, i)] = column;
+    if (lane < 16) sums.columns[side() * kBlocks + r()][c * kBlock + col(tile, i)] = column;
   }
 };
