@@ -146,12 +146,12 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     for (int i = threadIdx.x; i < S::kNumbers; i += kTokenThreads) shared[i] = 0;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
-  const long long item = blockIdx.x;
-  const SlotChunk chunk(a, item / a.H);
+  const unsigned item = blockIdx.x, heads = a.H, group = a.group;
+  const SlotChunk chunk(a, item / heads);
   if (chunk.tokens == 0) return;
-  const long long h = item % a.H, b = chunk.b, hq = h / a.group;
-  const uint4* const states = space.states + item * (S::kStateBlocks * 32);
-  const uint4* const late = space.late + item * (S::kStateBlocks * 32);
+  const long long h = item % heads, b = chunk.b, hq = item % heads / group;
+  const uint4* const states = space.states + static_cast<long long>(item) * (S::kStateBlocks * 32);
+  const uint4* const late = space.late + static_cast<long long>(item) * (S::kStateBlocks * 32);
   const float scale = static_cast<float>(a.scale);
   TokenGradients<K, V, kDirect> own = {{warp, lane},
                                        a,
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
         of_y ? head_rows(g.dy, g.dy_stride, b, t, h) : head_rows(a.y, a.y_stride, b, t, h),
         of_y ? g.dy_stride[1] : a.y_stride[1], rows, V, lane);
   }
-  copy_misses<S>(e, space.misses + item * (kChunk * S::kValues));
+  copy_misses<S>(e, space.misses + static_cast<long long>(item) * (kChunk * S::kValues));
   own.fetch(late, 0);
   if (warp == 7) {
     *reinterpret_cast<float2*>(sums.beta + 2 * lane) = {beta[0], beta[1]};
@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     __syncthreads();
     pairs.put_products();
     put_betas<kDirect>(a, g, chunk, h, decay, sums);
-    if (warp == 2 * kBlocks - 1) put_written(sums, decay, lane);  // one of two that have the fewest pairs
+    if (warp == 2 * kBlocks - 1)
+      put_written(sums, decay, lane);  // one of two that have the fewest pairs
     __syncthreads();
     pairs.put_gate_columns();
     __syncthreads();

@@ -1,7 +1,7 @@
 // What the eight warps of delta_grad_tokens share of one chunk. Warps r and 7 - r have 16 tokens
-// from 16 r on: with pairs of tokens the first has the reads by q and the other one those by k, with
-// rows of K each has every other part. Later tokens make more pairs: so each of the four schedulers,
-// who take warps by turns, has as many.
+// from 16 r on: with pairs of tokens the first has the reads by q and the other one those by k,
+// with rows of K each has every other part. Later tokens make more pairs: so each of the four
+// schedulers, who take warps by turns, has as many.
 #pragma once
 #include "delta_grad_space.cuh"
 
