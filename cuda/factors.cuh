@@ -176,11 +176,11 @@ struct Factors<bfloat16_t> {
 
 // d += a b for 16 rows of a from row0 on, kTiles tiles of 8 columns from col0 on, and a sum of
 // 16 kSteps, with b's sum along its rows in shared memory, or along its columns.
-template <class F, int kLeft, int kRight, int kSteps, int kUnrolled, int kTiles>
+template <class F, int kLeft, int kRight, int kSteps, int kTiles>
 __device__ __forceinline__ void add_rows(float (&d)[kTiles][4], const typename F::Number* a,
                                          int row0, const typename F::Number* b, int col0,
                                          int lane) {
-#pragma unroll(kUnrolled)
+#pragma unroll 4
   for (int step = 0; step < kSteps; step++) {
     typename F::Left left;
     F::template rows<kLeft>(left, a, row0, step * 16, lane);

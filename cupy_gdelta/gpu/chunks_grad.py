@@ -67,9 +67,8 @@ class ChunkGradTile:
         """Blocks of ``chunk_grads`` that share a multiprocessor, and its registers."""
         size = max(self.K, self.V)
         if self.parts * self.roles == 1:
-            most = 4 if size <= 32 else 3
-        elif size <= 24 and self.dtype == "float32" and self.room >= SHARED_BYTES:
-            most = 3  # on sm_80 registers would not do
+            small = size <= (32 if self.dtype == "bfloat16" else 24)
+            most = 3 + small - (not self.wide)  # for registers
         else:
             most = 2 if size <= 64 else 1
         return max(1, min(most, self.room // (self.shared_bytes + BLOCK_BYTES)))
@@ -109,13 +108,14 @@ def best_tile(
     if max(K, V) > 64 and not wide:
         return None  # there are no registers for copies number by number beside long rows
     parts = 2 if max(K, V) > 64 else 1  # one warp has not the registers for long rows
-    roles = 2 if wide and (parts == 1 or dtype == "bfloat16") else 1  # for registers, too
+    # where registers are few enough for twice as many warps, and one warp has much to do
+    roles = 2 if wide and max(K, V) <= 24 and dtype == "float32" else 1
     most = 64 if dtype == "bfloat16" or K <= 64 else 32  # for the registers of a warp
     room = shared_limit + BLOCK_BYTES
     widths = [cols for cols in (64, 32, 16) if cols == 16 or (cols <= most and cols < 2 * V)]
     for cols, apart in itertools.product(widths, (True, False)):
         tile = ChunkGradTile(dtype, K, V, cols, wide, apart, parts, roles, room)
-        enough = 2 * items * tile.col_blocks >= multiprocessors or cols == widths[-1]
+        enough = 2 * items * tile.col_blocks >= 0.9 * multiprocessors or cols == widths[-1]
         if enough and max(tile.shared_bytes, tile.state_bytes) <= shared_limit:
             return tile
     return None
