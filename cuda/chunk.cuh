@@ -10,15 +10,28 @@ template <int kCols, int kRow, bool kWide>
 __device__ __forceinline__ void copy_rows(unsigned short* to, const unsigned short* from,
                                           long long stride, int rows, int cols, int lane) {
   constexpr int kStep = kWide ? 8 : 1, kSteps = kCols / kStep;
+  if constexpr (kWide && 32 % kSteps == 0) {  // a lane keeps to its columns
+    constexpr int kDown = 32 / kSteps;
+    const int first = lane / kSteps, at = lane % kSteps * kStep;
+    const int left = at < cols ? rows - first : 0;
+    const unsigned short* source = from + first * stride + at;
+    unsigned short* const target = to + first * kRow + at;
+#pragma unroll 4
+    for (int row = 0; row < kCopyRows; row += kDown) {
+      cp_async<16>(target + row * kRow, source, row < left ? 16 : 0);
+      source += kDown * stride;
+    }
+  } else {
 #pragma unroll(kWide ? 4 : 1)
-  for (int e = lane; e < kCopyRows * kSteps; e += 32) {
-    const int row = e / kSteps, at = e % kSteps * kStep;
-    const bool real = row < rows && at < cols;
-    const unsigned short* const source = from + (real ? row * stride + at : 0);
-    if constexpr (kWide)
-      cp_async<16>(to + row * kRow + at, source, real ? 16 : 0);
-    else
-      to[row * kRow + at] = real ? *source : 0;
+    for (int e = lane; e < kCopyRows * kSteps; e += 32) {
+      const int row = e / kSteps, at = e % kSteps * kStep;
+      const bool real = row < rows && at < cols;
+      const unsigned short* const source = from + (real ? row * stride + at : 0);
+      if constexpr (kWide)
+        cp_async<16>(to + row * kRow + at, source, real ? 16 : 0);
+      else
+        to[row * kRow + at] = real ? *source : 0;
+    }
   }
 }
 

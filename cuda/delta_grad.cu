@@ -146,15 +146,37 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     for (int i = threadIdx.x; i < S::kNumbers; i += kTokenThreads) shared[i] = 0;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
-  const long long item = blockIdx.x;
-  const SlotChunk chunk(a, item / a.H);
+  const unsigned item = blockIdx.x, heads = a.H, group = a.group;
+  const SlotChunk chunk(a, item / heads);
   if (chunk.tokens == 0) return;
-  const long long h = item % a.H, b = chunk.b, hq = h / a.group;
-  const uint4* const states = space.states + item * (S::kStateBlocks * 32);
-  const uint4* const late = space.late + item * (S::kStateBlocks * 32);
+  const long long h = item % heads, b = chunk.b, hq = item % heads / group;
+  const uint4* const states = space.states + static_cast<long long>(item) * (S::kStateBlocks * 32);
+  const uint4* const late = space.late + static_cast<long long>(item) * (S::kStateBlocks * 32);
   const float scale = static_cast<float>(a.scale);
-  TokenGradients<K, V, kDirect> own = {{warp, lane}, a,  g,     chunk, h,    q,    k, e,
-                                       dy,           de, piece, decay, sums, scale};
+  TokenGradients<K, V, kDirect> own = {{warp, lane},
+                                       a,
+                                       g,
+                                       chunk,
+                                       h,
+                                       q,
+                                       k,
+                                       e,
+                                       dy,
+                                       de,
+                                       piece,
+                                       decay,
+                                       sums,
+                                       scale,
+                                       ((b * a.T + chunk.first) * a.H + h) * K,
+                                       static_cast<int>(a.H * K)};
+  // the whole states on their way to the cache, of which parts are fetched one after the other
+#pragma unroll 1
+  for (int i = threadIdx.x; i < S::kStateBlocks * 4; i += kTokenThreads) {
+    prefetch(late + i * 8);
+    prefetch(states + i * 8);
+  }
+  float gate[2], beta[2];
+  if (warp == 7) load_gates(gate, beta, a, chunk, h, lane);
   __syncthreads();
   const int half = warp % 2 * kCopyRows, rows = chunk.tokens - half;
   const long long t = chunk.first + half;
@@ -171,11 +193,9 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
         of_y ? head_rows(g.dy, g.dy_stride, b, t, h) : head_rows(a.y, a.y_stride, b, t, h),
         of_y ? g.dy_stride[1] : a.y_stride[1], rows, V, lane);
   }
-  copy_misses<S>(e, space.misses + item * (kChunk * S::kValues));
+  copy_misses<S>(e, space.misses + static_cast<long long>(item) * (kChunk * S::kValues));
   own.fetch(late, 0);
   if (warp == 7) {
-    float gate[2], beta[2];
-    load_gates(gate, beta, a, chunk, h, lane);
     *reinterpret_cast<float2*>(sums.beta + 2 * lane) = {beta[0], beta[1]};
     decay.fill(lane, gate[0], gate[1], 1, 1);
     __syncwarp();
@@ -197,6 +217,8 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     __syncthreads();
     pairs.put_products();
     put_betas<kDirect>(a, g, chunk, h, decay, sums);
+    if (warp == 2 * kBlocks - 1)
+      put_written(sums, decay, lane);  // one of two that have the fewest pairs
     __syncthreads();
     pairs.put_gate_columns();
     __syncthreads();

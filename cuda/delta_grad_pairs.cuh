@@ -21,20 +21,26 @@ struct Pairs : TokenWarp {
 
   // Terms, their sums over i for dbeta, and weights.
   __device__ __forceinline__ void pair_up() {
-    float scores[kBlocks][2][4] = {}, agree[kBlocks][2][4] = {};
+    float scores[kBlocks][2][4], agree[kBlocks][2][4];
     const unsigned short* const x = side() ? k : q;
     const unsigned short* const d = side() ? de : dy;
-#pragma unroll 1
-    for (int i = 0; i < S::kRowTiles; i++)
-      multiply_rows(scores, x + i * 16, k + i * 16, S::kKeyRow);
-#pragma unroll 1
-    for (int v = 0; v < S::kValueTiles; v++)
-      multiply_rows(agree, d + v * 16, e + v * 16, S::kValueRow);
+    switch (r()) {  // without a branch between products they hide each other's latency
+      case 0:
+        multiply_rows<1>(scores, agree, x, d);
+        break;
+      case 1:
+        multiply_rows<2>(scores, agree, x, d);
+        break;
+      case 2:
+        multiply_rows<3>(scores, agree, x, d);
+        break;
+      default:
+        multiply_rows<4>(scores, agree, x, d);
+    }
     const float sign = side() ? -1.f : scale;
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {
       if (c > r()) continue;
-      if (c == r()) keep_below(scores[c], agree[c]);
       float w[2][4], columns[2][2] = {};
       decays_of_block(w, decay, r(), c, lane);
 #pragma unroll
@@ -61,12 +67,25 @@ struct Pairs : TokenWarp {
   // Products of gates D_{t-1,j} for j < t as right factors, in the place of e.
   __device__ __forceinline__ void put_products() const {
 #pragma unroll 1
-    for (int job = warp; job < 4 * kLowerBlocks; job += 2 * kBlocks) {
-      const int at = job / 4, i = job % 4, r = (at > 0) + (at > 2) + (at > 5), c = at - lower(r, 0);
-      const int t = r * kBlock + lane / 4 + i / 2 * 8, j = c * kBlock + i % 2 * 8 + lane % 4 * 2;
-      const float first = j < t ? product(t - 1, j) : 0.f;
-      const float second = j + 1 < t ? product(t - 1, j + 1) : 0.f;
-      reinterpret_cast<unsigned*>(e)[(at * 32 + lane) * 4 + i] = pack_bfloat16(first, second);
+    for (int at = warp; at < kLowerBlocks; at += 2 * kBlocks) {
+      const int r = (at > 0) + (at > 2) + (at > 5), c = at - lower(r, 0);
+      unsigned right[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int t = lane / 4 + i / 2 * 8, j = i % 2 * 8 + lane % 4 * 2;  // in their blocks
+        float2 x;
+        if (r == c) {
+          x = *reinterpret_cast<const float2*>(&decay.diagonal[r][max(t - 1, 0)][j]);
+          if (t == 0) x = {0, 0};  // else what lies above the diagonal is 0
+        } else {
+          const float start = t ? decay.in_block[r * kBlock + t - 1] : 1.f;
+          const float head = times<true>(decay.between[r][c], start);
+          x = *reinterpret_cast<const float2*>(decay.to_block_end + c * kBlock + j);
+          x = {times<true>(head, x.x), times<true>(head, x.y)};
+        }
+        right[i] = pack_bfloat16(x.x, x.y);
+      }
+      reinterpret_cast<uint4*>(e)[at * 32 + lane] = {right[0], right[1], right[2], right[3]};
     }
   }
 
@@ -122,17 +141,36 @@ struct Pairs : TokenWarp {
       if (col(i / 4, i) + least > row(i) % kBlock) x[i / 4][i % 4] = y[i / 4][i % 4] = 0;
   }
 
-  __device__ __forceinline__ void multiply_rows(float (&d)[kBlocks][2][4],
+  // Products of the warp's rows of x and d with those of kCount blocks of k and e, the last of
+  // which is on the diagonal.
+  template <int kCount>
+  __device__ __forceinline__ void multiply_rows(float (&scores)[kBlocks][2][4],
+                                                float (&agree)[kBlocks][2][4],
+                                                const unsigned short* x,
+                                                const unsigned short* d) const {
+    constexpr int kRow0 = (kCount - 1) * kBlock;
+#pragma unroll
+    for (int i = 0; i < 8 * kCount; i++)
+      scores[i / 8][i / 4 % 2][i % 4] = agree[i / 8][i / 4 % 2][i % 4] = 0;
+#pragma unroll 1
+    for (int i = 0; i < S::kRowTiles; i++)
+      multiply_tile<kCount>(scores, x + kRow0 * S::kKeyRow + i * 16, k + i * 16, S::kKeyRow);
+#pragma unroll 1
+    for (int v = 0; v < S::kValueTiles; v++)
+      multiply_tile<kCount>(agree, d + kRow0 * S::kValueRow + v * 16, e + v * 16, S::kValueRow);
+    keep_below(scores[kCount - 1], agree[kCount - 1]);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void multiply_tile(float (&to)[kBlocks][2][4],
                                                 const unsigned short* rows,
                                                 const unsigned short* columns, int length) const {
-    unsigned left[4], right[4];
-    load_left(left, rows + r() * kBlock * length, length, lane);
+    unsigned left[4], right[kCount][4];
+    load_left(left, rows, length, lane);
 #pragma unroll
-    for (int c = 0; c < kBlocks; c++)
-      if (c <= r()) {
-        load_right_transposed(right, columns + c * kBlock * length, length, lane);
-        multiply(d[c], left, right);
-      }
+    for (int c = 0; c < kCount; c++)
+      load_right_transposed(right[c], columns + c * kBlock * length, length, lane);
+#pragma unroll
+    for (int c = 0; c < kCount; c++) multiply(to[c], left, right[c]);
   }
 
   // Sums of the columns of block c over the warp's rows: at each step half of the columns leave.
@@ -145,13 +183,6 @@ struct Pairs : TokenWarp {
           (tile ? x[1][j] : x[0][j]) + __shfl_xor_sync(0xffffffffu, tile ? x[0][j] : x[1][j], 4);
     float column = (i ? own[1] : own[0]) + __shfl_xor_sync(0xffffffffu, i ? own[0] : own[1], 8);
     column += __shfl_xor_sync(0xffffffffu, column, 16);
-    if (lane < 16) sums.columns[warp][c * kBlock + col(tile, i)] = column;
-  }
-
-  // gate_{j+1} ... gate_i for j <= i
-  __device__ __forceinline__ float product(int i, int j) const {
-    const int r = i / kBlock, c = j / kBlock;
-    if (r == c) return decay.diagonal[r][i % kBlock][j % kBlock];
-    return times<true>(times<true>(decay.between[r][c], decay.in_block[i]), decay.to_block_end[j]);
+    if (lane < 16) sums.columns[side() * kBlocks + r()][c * kBlock + col(tile, i)] = column;
   }
 };

@@ -208,15 +208,15 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   __syncthreads();
 
-  const long long item = blockIdx.x;
-  const SlotChunk chunk(a, item / a.H);
+  const unsigned item = blockIdx.x, heads = a.H, group = a.group;
+  const SlotChunk chunk(a, item / heads);
   if (chunk.tokens == 0) return;
-  const long long h = item % a.H;
+  const long long h = item % heads, hq = item % heads / group;
   const long long t = chunk.first + warp % 2 * kCopyRows;
   const int rows = chunk.tokens - warp % 2 * kCopyRows;
   const bool of_k = warp / 2;
-  const unsigned short* const from = of_k ? head_rows(a.k, a.k_stride, chunk.b, t, h / a.group)
-                                          : head_rows(a.q, a.q_stride, chunk.b, t, h / a.group);
+  const unsigned short* const from = of_k ? head_rows(a.k, a.k_stride, chunk.b, t, hq)
+                                          : head_rows(a.q, a.q_stride, chunk.b, t, hq);
   copy_rows<K, S::kKeyRow, kWide>((of_k ? k : q) + warp % 2 * kCopyRows * S::kKeyRow, from,
                                   of_k ? a.k_stride[1] : a.q_stride[1], rows, K, lane);
   cp_async_commit();

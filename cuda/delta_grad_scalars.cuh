@@ -23,18 +23,44 @@ __device__ __forceinline__ void put_betas(const CallArgs& a, const GradArgs& g,
     static_cast<float*>(g.partial_scalars)[2 * at + 1] = d;
 }
 
+// Of the gradients of the gates of tokens 2 lane and 2 lane + 1, what G has of earlier writes; by
+// one warp.
+__device__ __forceinline__ void put_written(TokenSums& sums, const Decay& decay, int lane) {
+  float writes[2], gate[2];
+  const int t0 = 2 * lane;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    writes[i] = sums.beta[t0 + i] * (sums.last[0][t0 + i] + sums.last[1][t0 + i]);
+    gate[i] = decay.gate[t0 + i];
+  }
+  // earlier(t + 1) = gate_t earlier(t) + writes_t
+  float tail = bounded(writes[1] + times<true>(gate[1], writes[0]));
+  float factor = times<true>(gate[0], gate[1]);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, tail, step);
+    const float more = __shfl_up_sync(0xffffffffu, factor, step);
+    if (lane >= step)
+      tail = bounded(tail + times<true>(factor, other)), factor = times<true>(factor, more);
+  }
+  float before = __shfl_up_sync(0xffffffffu, tail, 1);
+  if (lane == 0) before = 0;
+  const float after = bounded(writes[0] + times<true>(gate[0], before));
+  sums.written[t0] = times<true>(decay.to_end[t0], before);
+  sums.written[t0 + 1] = times<true>(decay.to_end[t0 + 1], after);
+}
+
 // Gradients of the gates of tokens 2 lane and 2 lane + 1, by one warp: the pairs' part, the reads
 // of S (and G of it), and G's of what was written.
 template <bool kDirect>
 __device__ __forceinline__ void put_gates(const CallArgs& a, const GradArgs& g,
                                           const SlotChunk& chunk, long long h, const Decay& decay,
                                           const TokenSums& sums, int lane) {
-  float reads[2], writes[2], gate[2];
+  float reads[2], gate[2];
   const int t0 = 2 * lane;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     reads[i] = sums.edge[0][t0 + i] + sums.edge[1][t0 + i];
-    writes[i] = sums.beta[t0 + i] * (sums.last[0][t0 + i] + sums.last[1][t0 + i]);
     gate[i] = decay.gate[t0 + i];
   }
   // later(t) = reads_t + gate_{t+1} later(t + 1), which ends with <S, G>
@@ -53,25 +79,12 @@ __device__ __forceinline__ void put_gates(const CallArgs& a, const GradArgs& g,
   head = bounded(head + times<true>(factor, all));
   const float after = __shfl_down_sync(0xffffffffu, head, 1);
   const float later[2] = {head, bounded(reads[1] + times<true>(next, lane < 31 ? after : all))};
-  // earlier(t + 1) = gate_t earlier(t) + writes_t
-  float tail = bounded(writes[1] + times<true>(gate[1], writes[0]));
-  factor = times<true>(gate[0], gate[1]);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const float other = __shfl_up_sync(0xffffffffu, tail, step);
-    const float more = __shfl_up_sync(0xffffffffu, factor, step);
-    if (lane >= step)
-      tail = bounded(tail + times<true>(factor, other)), factor = times<true>(factor, more);
-  }
-  float before = __shfl_up_sync(0xffffffffu, tail, 1);
-  if (lane == 0) before = 0;
-  const float earlier[2] = {before, bounded(writes[0] + times<true>(gate[0], before))};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int t = t0 + i;
     if (t >= chunk.tokens) continue;
     const float start = t ? decay.from_start[t - 1] : 1.f;
-    float d = times<true>(start, later[i]) + times<true>(decay.to_end[t], earlier[i]);
+    float d = times<true>(start, later[i]) + sums.written[t];
 #pragma unroll 1
     for (int w = t / kBlock; w < kBlocks; w++)
       d += sums.columns[w][t] + sums.columns[kBlocks + w][t];

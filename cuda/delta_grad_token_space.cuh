@@ -1,6 +1,7 @@
-// What the eight warps of delta_grad_tokens share of one chunk: warp r + 4 h has 16 tokens from 16
-// r on. With pairs of tokens it has the reads by q for h = 0 and those by k for h = 1; with rows of
-// K it has every other part.
+// What the eight warps of delta_grad_tokens share of one chunk. Warps r and 7 - r have 16 tokens
+// from 16 r on: with pairs of tokens the first has the reads by q and the other one those by k,
+// with rows of K each has every other part. Later tokens make more pairs: so each of the four
+// schedulers, who take warps by turns, has as many.
 #pragma once
 #include "delta_grad_space.cuh"
 
@@ -21,10 +22,11 @@ struct TokenShape : HeadShape<K, V> {
 
 struct TokenSums {
   float beta[kChunk];
-  float columns[2 * kBlocks][kChunk];      // by warp
+  float columns[2 * kBlocks][kChunk];      // by side and r
   float edge[2][kChunk], last[2][kChunk];  // x_i S d_i and k_j G e_j, by halves of K
   float along[kChunk];                     // e_j . de_j
   float corner[2 * kBlocks];               // <S, G>, by warp
+  float written[kChunk];                   // of the gates' gradients, of what G has of writes
 };
 
 template <int K, int V>
@@ -35,7 +37,7 @@ constexpr int kTokenBytes = 2 * TokenShape<K, V>::kNumbers + 16 * TokenShape<K, 
 struct TokenWarp {
   int warp, lane;
 
-  __device__ __forceinline__ int r() const { return warp % kBlocks; }
+  __device__ __forceinline__ int r() const { return warp % kBlocks ^ warp / kBlocks * 3; }
   __device__ __forceinline__ int side() const { return warp / kBlocks; }
   __device__ __forceinline__ int row(int i) const {
     return r() * kBlock + lane / 4 + i % 4 / 2 * 8;

@@ -16,15 +16,17 @@ struct TokenGradients : TokenWarp {
   const Decay& decay;
   TokenSums& sums;
   float scale;
+  long long first_row;  // of the gradients of q and k, this head's
+  int step;             // from a token to the next
 
   unsigned ge[S::kPieces][S::kOwn][4] = {};      // rows of (G e_j)^T, rounded, the next part first
   float edge[2] = {}, last[2] = {}, corner = 0;  // this lane's part
 
   // Part p of a state on its way into shared memory.
   __device__ __forceinline__ void fetch(const uint4* state, int p) const {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < S::kPiece; i += kTokenThreads)
-      if (tile_of(i, p) < S::kRowTiles) cp_async<16>(piece + i, state + at(i, p));
+    const uint4* const from = state + first_of_part(p);
+    uint4* const to = piece + threadIdx.x;
+    each_of_part(p, [=](int n) { cp_async<16>(to + n * kTokenThreads, from + n * kNext); });
     cp_async_commit();
   }
 
@@ -51,6 +53,9 @@ struct TokenGradients : TokenWarp {
   // dq and dk of the rows of K that part p of S has, S in shared memory.
   __device__ __forceinline__ void read_state(int p, const uint4* late) {
     float dq[S::kOwn][2][4] = {}, dk[S::kOwn][2][4] = {};
+    uint4 of_late[kVectors];  // long before they are needed
+    const uint4* const from = late + first_of_part(p);
+    each_of_part(p, [&](int n) { of_late[n] = from[n * kNext]; });
 #pragma unroll 1
     for (int v = 0; v < S::kValueTiles; v++) {
       unsigned by_q[4], by_k[4];
@@ -63,7 +68,7 @@ struct TokenGradients : TokenWarp {
         multiply(dk[m], by_k, right);
       });
     }
-    add_corner(p, late);
+    add_corner(p, of_late);
     weigh(p, dq, dk);
 #pragma unroll 1
     for (int c = 0; c < kBlocks; c++) add_pairs(p, c, dq, dk);
@@ -89,12 +94,25 @@ struct TokenGradients : TokenWarp {
   }
 
  private:
-  // Number i of a part: its tile of rows of K, and its place in the whole state.
-  static __device__ __forceinline__ int tile_of(int i, int p) {
-    return i / 32 % S::kPieceTiles + p * S::kPieceTiles;
+  // The vectors of part p of a state that this thread has to do with: f(which). All are of one tile
+  // of rows of K: in the whole state each follows kNext after the one before, in the part
+  // kTokenThreads.
+  static constexpr int kAcross = 32 * S::kPieceTiles, kDown = kTokenThreads / kAcross;
+  static constexpr int kVectors = (S::kValueTiles + kDown - 1) / kDown;
+  static constexpr int kNext = kDown * S::kRowTiles * 32;
+  static __device__ __forceinline__ int tile_of_part(int p) {
+    return threadIdx.x % kAcross / 32 + p * S::kPieceTiles;
   }
-  static __device__ __forceinline__ int at(int i, int p) {
-    return (i / (32 * S::kPieceTiles) * S::kRowTiles + tile_of(i, p)) * 32 + i % 32;
+  static __device__ __forceinline__ int first_of_part(int p) {
+    return (threadIdx.x / kAcross * S::kRowTiles + tile_of_part(p)) * 32 + threadIdx.x % 32;
+  }
+  template <class F>
+  static __device__ __forceinline__ void each_of_part(int p, F f) {
+    static_assert(kTokenThreads % kAcross == 0, "threads are whole rows of tiles");
+    if (S::kRowTiles % S::kPieceTiles != 0 && tile_of_part(p) >= S::kRowTiles) return;
+#pragma unroll
+    for (int n = 0; n < kVectors; n++)
+      if (S::kValueTiles % kDown == 0 || threadIdx.x / kAcross + n * kDown < S::kValueTiles) f(n);
   }
   // The own tiles of 16 rows of K in part p of a state: f(which, tile).
   template <class F>
@@ -197,8 +215,18 @@ struct TokenGradients : TokenWarp {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int t = row(2 * half);
+      const long long row_at = first_row + t * step + tile * 16;
+      if constexpr (kDirect && K % 4 == 0) {  // neighbours swap, for whole vectors of four
+        const unsigned low = pack_bfloat16(x[0][2 * half], x[0][2 * half + 1]);
+        const unsigned high = pack_bfloat16(x[1][2 * half], x[1][2 * half + 1]);
+        const unsigned got = __shfl_xor_sync(0xffffffffu, lane % 2 ? low : high, 1);
+        const int at = lane % 2 * 8 + lane % 4 / 2 * 4;
+        if (t < chunk.tokens && (K % 16 == 0 || tile * 16 + at < K))
+          ::put_two(static_cast<unsigned short*>(to) + row_at + at, lane % 2 ? got : low,
+                    lane % 2 ? high : got);
+        continue;
+      }
       if (t >= chunk.tokens) continue;
-      const long long row_at = ((chunk.b * a.T + chunk.first + t) * a.H + h) * K + tile * 16;
 #pragma unroll
       for (int side = 0; side < 2; side++) {
         const int at = col(side, 0);
@@ -223,17 +251,15 @@ struct TokenGradients : TokenWarp {
   }
 
   // <S, G> of part p.
-  __device__ __forceinline__ void add_corner(int p, const uint4* late) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < S::kPiece; i += kTokenThreads) {
-      if (tile_of(i, p) >= S::kRowTiles) continue;
-      const uint4 x = piece[i], y = late[at(i, p)];
+  __device__ __forceinline__ void add_corner(int p, const uint4 (&of_late)[kVectors]) {
+    each_of_part(p, [&](int n) {
+      const uint4 x = piece[threadIdx.x + n * kTokenThreads], y = of_late[n];
       const unsigned of_x[4] = {x.x, x.y, x.z, x.w}, of_y[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
       for (int j = 0; j < 4; j++)
         corner +=
             bfloat16_bits_to_float(of_x[j] & 0xffff) * bfloat16_bits_to_float(of_y[j] & 0xffff) +
             bfloat16_bits_to_float(of_x[j] >> 16) * bfloat16_bits_to_float(of_y[j] >> 16);
-    }
+    });
   }
 };

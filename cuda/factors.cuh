@@ -1,7 +1,6 @@
 // Factors of products on tensor cores as one warp reads them from shared memory. Numbers lie there
-// as bfloat16 ones, in kPlanes planes: x = first + second + third, each what is left, rounded.
-// Products of three planes are six, with errors of 2^-23, those of two are three, with errors of
-// 2^-16 at most, of either sign, a tenth of that as a rule.
+// as bfloat16 ones, in kPlanes planes: x = first + second, each what is left, rounded. Products of
+// two planes are three, with errors of 2^-16 at most, of either sign, a tenth of that as a rule.
 //
 // A left factor is 16 rows by 16 of the sum, a right one 16 of the sum by 8 columns. Of a matrix m
 // in shared memory, rows() takes a factor whose sum runs along the rows of m, columns() one whose
@@ -165,26 +164,23 @@ struct Planes {
   }
 };
 
-// How numbers of a type lie in shared memory: where gradients of a chunk are made, and where states
-// are, whose errors every later chunk would have.
+// How numbers of a type lie in shared memory.
 template <class In>
 struct Factors {
   using Type = Planes<2>;
-  using OfStates = Planes<sizeof(In) == 2 ? 2 : 3>;
 };
 template <>
 struct Factors<bfloat16_t> {
   using Type = Planes<1>;
-  using OfStates = Planes<1>;
 };
 
 // d += a b for 16 rows of a from row0 on, kTiles tiles of 8 columns from col0 on, and a sum of
 // 16 kSteps, with b's sum along its rows in shared memory, or along its columns.
-template <class F, int kLeft, int kRight, int kSteps, int kUnrolled, int kTiles>
+template <class F, int kLeft, int kRight, int kSteps, int kTiles>
 __device__ __forceinline__ void add_rows(float (&d)[kTiles][4], const typename F::Number* a,
                                          int row0, const typename F::Number* b, int col0,
                                          int lane) {
-#pragma unroll(kUnrolled)
+#pragma unroll 4
   for (int step = 0; step < kSteps; step++) {
     typename F::Left left;
     F::template rows<kLeft>(left, a, row0, step * 16, lane);

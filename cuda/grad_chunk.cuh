@@ -128,6 +128,14 @@ __device__ __forceinline__ void copy_rows(typename F::Number* to, const In* from
         cp_async<16>(target + row * kLength, source, real ? 16 : 0);
       source += kDown * stride;
     }
+  } else if constexpr (kWide && F::kCount == 1) {
+    constexpr int kAcross = kPadded / 8;
+#pragma unroll 4
+    for (int e = threadIdx.x; e < kRows * kAcross; e += kThreads) {
+      const int row = e / kAcross, at = e % kAcross * 8;
+      const bool real = row < rows && at < cols;
+      cp_async<16>(to + row * kLength + at, from + row * stride + at, real ? 16 : 0);
+    }
   } else {
     HeldRows<In, kRows, kPadded, kThreads, kWide> held;
     held.load(from, stride, rows, cols);
@@ -151,17 +159,15 @@ __device__ __forceinline__ void put_pair(Out* row, int col, int cols, bool real,
     const unsigned high = two<Out>(x1[first], x1[first + 1]);
     const unsigned got = __shfl_xor_sync(0xffffffffu, lane % 2 ? low : high, 1);
     const int at = col + lane % 2 * 8 + lane % 4 / 2 * 4;
-    if (real && at < cols)
-      *reinterpret_cast<uint2*>(row + at) = {lane % 2 ? got : low, lane % 2 ? high : got};
+    if (real && at < cols) put_two(row + at, lane % 2 ? got : low, lane % 2 ? high : got);
   } else {
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       const float (&x)[4] = tile ? x1 : x0;
       const int at = col + tile * 8 + lane % 4 * 2;
-      if (kWide) {
+      if constexpr (kWide) {
         if (real && at < cols)
-          *reinterpret_cast<Run<Out, 2>*>(row + at) = {Narrow<Out>::from(x[first]),
-                                                       Narrow<Out>::from(x[first + 1])};
+          put_two(row + at, __float_as_uint(x[first]), __float_as_uint(x[first + 1]));
       } else {
         if (real && at < cols) row[at] = Narrow<Out>::from(x[first]);
         if (real && at + 1 < cols) row[at + 1] = Narrow<Out>::from(x[first + 1]);

@@ -6,8 +6,9 @@
 constexpr int kGateRow = 20;  // floats, so that rows fall into different banks
 
 // What is not numbers of the arrays. Warps of kParts parts of the columns have shares of each sum.
-template <int kParts>
+template <int kParts, int kRoles>
 struct GradScalars {
+  static constexpr int kWarps = kRoles * kParts * kBlocks;
   float gates[kBlocks][kBlock * kGateRow];  // G_ij of a block by rows, 0 above the diagonal
   float from[kChunk], to[kChunk];           // within a token's own block
   float share[kChunk];                      // beta_j to_j
@@ -20,7 +21,7 @@ struct GradScalars {
   // Inner products of what block c adds to the state at its end with what block r adds to that
   // state's gradient at its start, at [c + 1][r]: the first row is of S, the last column of E.
   float pair[kParts][kBlocks + 1][kBlocks + 1];
-  float inner[kParts * kBlocks];  // of S and E
+  float inner[kWarps];  // of S and E, by warp
 
   // All gates of the blocks between two.
   __device__ __forceinline__ float between(int low, int high) const {
@@ -89,8 +90,8 @@ __device__ __forceinline__ void add_gates(Scalars& s, const float (&a)[2][4], in
 
 // Gradients of the gates of block w, of token lane % 16, by one warp: sums over the block's keys,
 // its queries and neither, under what lies beyond the block.
-template <int kParts>
-__device__ __forceinline__ float sum_gates(const GradScalars<kParts>& s, int w, int lane) {
+template <int kParts, int kRoles>
+__device__ __forceinline__ float sum_gates(const GradScalars<kParts, kRoles>& s, int w, int lane) {
   const int c = lane / (kBlocks + 1) - 1, r = lane % (kBlocks + 1);
   float across = 0;
   if (c < w && r > w) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ float sum_gates(const GradScalars<kParts>& s, int w, 
       if (b > c && b < r && b != w) gap = bounded(gap * s.whole[b]);
     if (c < 0 && r == kBlocks) {
 #pragma unroll
-      for (int i = 0; i < kParts * kBlocks; i++) across += s.inner[i];
+      for (int i = 0; i < s.kWarps; i++) across += s.inner[i];
     } else {
 #pragma unroll
       for (int part = 0; part < kParts; part++) across += s.pair[part][c + 1][r];

@@ -11,16 +11,17 @@
 // 16 tokens G_ij is from_i within i's block, times the gates of the blocks between, times to_j
 // within j's block (grad_gates.cuh).
 #pragma once
-#include "grad_gates.cuh"
+#include "grad_weigh.cuh"
 
-// kParts warps share a block of 16 tokens, each has a part of the columns. kApart: S and E lie side
-// by side in shared memory, not one after the other.
-template <class In, int K, int V, int kParts_, bool kApart_>
+// kParts warps share a block of 16 tokens, each has a part of the columns. With two roles other
+// warps make the gradients of queries than those of keys and values. kApart: S and E lie side by
+// side in shared memory, not one after the other.
+template <class In, int K, int V, int kParts_, int kRoles_, bool kApart_>
 struct GradShape {
   using F = typename Factors<In>::Type;
   using Number = typename F::Number;
-  using Scalars = GradScalars<kParts_>;
-  static constexpr int kParts = kParts_, kPadding = 16 * kParts;
+  using Scalars = GradScalars<kParts_, kRoles_>;
+  static constexpr int kParts = kParts_, kRoles = kRoles_, kPadding = 16 * kParts;
   static constexpr bool kApart = kApart_;
   static constexpr int kRealKeys = K, kRealValues = V;
   static constexpr int kKeys = (K + kPadding - 1) / kPadding * kPadding;
@@ -30,8 +31,7 @@ struct GradShape {
   static constexpr int kKeySize = kChunk * kKeyRow, kValueSize = kChunk * kValueRow;
   static constexpr int kStateSize = kKeys * kValueRow;
   static constexpr int kNumbers = 2 * (kKeySize + kValueSize) + (kApart ? 2 : 1) * kStateSize;
-  static constexpr int kThreads = 32 * kParts * kBlocks;
-  static constexpr int kSteps = F::kCount * kParts > 1 ? 1 : 4;  // of a sum, unrolled
+  static constexpr int kThreads = 32 * kRoles * kParts * kBlocks;
 };
 
 template <class S>
@@ -51,163 +51,98 @@ struct GradShared {
   }
 };
 
-// Sums over the lanes that share rows of a tile.
-__device__ __forceinline__ float sum_of_row(float x) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-
-template <int kTiles>
-__device__ __forceinline__ void scale_rows(float (&x)[kTiles][4], float low, float high) {
-#pragma unroll
-  for (int n = 0; n < kTiles; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[n][i] *= i < 2 ? low : high;
-}
-
-// Inner products of a warp's 16 rows with rows of m, for the rows lane / 4 and lane / 4 + 8.
-template <class F, int kLength, int kTiles>
-__device__ __forceinline__ float2 dot_rows(const float (&x)[kTiles][4], const typename F::Number* m,
-                                           int row0, int col0, int lane) {
-  float sum[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-#pragma unroll
-    for (int n = 0; n < kTiles; n++) {
-      const float2 y =
-          F::template pair<kLength>(m, row0 + lane / 4 + 8 * i, col0 + n * 8 + lane % 4 * 2);
-      sum[i] += x[n][2 * i] * y.x + x[n][2 * i + 1] * y.y;
+// Products of the keys from row0 on with the queries of block r, x += q_i . k_j, y += dy_i . v_j:
+// side by side, since each step of a sum waits for the one before.
+template <class S>
+__device__ __forceinline__ void add_scores(float (&x)[2][4], float (&y)[2][4],
+                                           const GradShared<S>& shared, int row0, int r, int lane) {
+  using F = typename S::F;
+  constexpr int kLongest = S::kKeys > S::kValues ? S::kKeys : S::kValues;
+#pragma unroll 4
+  for (int step = 0; step < kLongest / 16; step++) {
+    typename F::Left key, value;
+    typename F::Right query[2], gradient[2];
+    const bool of_keys = step < S::kKeys / 16, of_values = step < S::kValues / 16;
+    if (of_keys) {
+      F::template rows<S::kKeyRow>(key, shared.k(), row0, step * 16, lane);
+      F::template rows<S::kKeyRow>(query, shared.q(), r * kBlock, step * 16, lane);
     }
-    sum[i] = sum_of_row(sum[i]);
-  }
-  return {sum[0], sum[1]};
-}
-
-// Rows of a chunk into global memory.
-template <class Out, bool kWide, int kTiles>
-__device__ __forceinline__ void put_rows(Out* to, long long stride, const float (&x)[kTiles][4],
-                                         int row0, int rows, int col0, int cols, int lane) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int row = row0 + lane / 4 + 8 * i;
-#pragma unroll
-    for (int n = 0; n < kTiles; n += 2)
-      put_pair<Out, kWide>(to + row * stride, col0 + n * 8, cols, row < rows, x[n], x[n + 1], 2 * i,
-                           lane);
+    if (of_values) {
+      F::template rows<S::kValueRow>(value, shared.v(), row0, step * 16, lane);
+      F::template rows<S::kValueRow>(gradient, shared.dy(), r * kBlock, step * 16, lane);
+    }
+    if (of_keys) F::multiply(x[0], x[1], key, query);
+    if (of_values) F::multiply(y[0], y[1], value, gradient);
   }
 }
 
-// Two numbers, of tokens at and at + 1, for each of two tiles of 8 tokens beside each other.
-__device__ __forceinline__ void pairs(float (&to)[2][2], const float* from, int lane) {
-#pragma unroll
-  for (int n = 0; n < 2; n++) {
-    const float2 two = *reinterpret_cast<const float2*>(from + n * 8 + lane % 4 * 2);
-    to[n][0] = two.x, to[n][1] = two.y;
-  }
+// dv and dk of the keys += weighed products with the queries of block r.
+template <class S>
+__device__ __forceinline__ void add_queries(float (&dk)[S::kKeyTiles][4],
+                                            float (&dv)[S::kValueTiles][4],
+                                            const GradShared<S>& shared, const float (&x)[2][4],
+                                            const float (&y)[2][4], int part, int r, int lane) {
+  using F = typename S::F;
+  typename F::Left left;
+  F::tiles(left, x);
+  add_columns<F, S::kValueRow>(dv, left, shared.dy(), part * S::kValueTiles * 8, r * kBlock, lane);
+  F::tiles(left, y);
+  add_columns<F, S::kKeyRow>(dk, left, shared.q(), part * S::kKeyTiles * 8, r * kBlock, lane);
 }
 
-// Products of 16 keys with 16 queries of a later block, x = q_i . k_j and y = dy_i . v_j, weighed
-// for what they add to z and dv before to_j. Returns sum_i scale from_i x y for both rows.
-__device__ __forceinline__ float2 weigh_later(float (&x)[2][4], float (&y)[2][4], const float* from,
-                                              float scale, float gap, int lane) {
-  float two[2][2], sum[2] = {};
-  pairs(two, from, lane);
-#pragma unroll
-  for (int n = 0; n < 2; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float weight = scale * two[n][e % 2];
-      const float a = bounded(weight * x[n][e]);
-      sum[e / 2] += a * y[n][e];
-      y[n][e] *= gap * weight;
-      x[n][e] = gap * a;
-    }
-  return {sum[0], sum[1]};
-}
-
-// The same for queries of the keys' own block. a = x y beta_j scale; returns the sums with G_ij.
-__device__ __forceinline__ float2 weigh_own(float (&x)[2][4], float (&y)[2][4], float (&a)[2][4],
-                                            const float* gates, float scale, float low, float high,
-                                            int lane) {
-  float sum[2] = {};
-#pragma unroll
-  for (int n = 0; n < 2; n++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int i = n * 8 + lane % 4 * 2 + e % 2, j = lane / 4 + e / 2 * 8;
-      // above the diagonal a product may be anything, NaN too: it is not multiplied away
-      const float scaled = i >= j ? scale * x[n][e] : 0.f, other = i >= j ? y[n][e] : 0.f;
-      const float weight = gates[i * kGateRow + j];
-      a[n][e] = bounded((e < 2 ? low : high) * scaled * other);
-      x[n][e] = weight * scaled;
-      y[n][e] = weight * scale * other;
-      sum[e / 2] += x[n][e] * other;
-    }
-  return {sum[0], sum[1]};
-}
-
-// Gradients of keys and values of block w: z and, before beta, dv.
+// Gradients of keys and values of block w.
 template <class S>
 __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float scale, int w, int part,
-                                          int lane, float (&z)[S::kKeyTiles][4],
+                                          int lane, float (&dk)[S::kKeyTiles][4],
                                           float (&dv)[S::kValueTiles][4]) {
   using F = typename S::F;
   typename S::Scalars& s = shared.scalars();
   const int row0 = w * kBlock, low = row0 + lane / 4, high = low + 8;
   const int key0 = part * S::kKeyTiles * 8, value0 = part * S::kValueTiles * 8;
-#pragma unroll(S::kSteps)
+#pragma unroll 4
   for (int step = 0; step < S::kKeys / 16; step++) {
     typename F::Left left;
     F::template rows<S::kKeyRow>(left, shared.k(), row0, step * 16, lane);
     add_columns<F, S::kValueRow>(dv, left, shared.dstate(), value0, step * 16, lane);
   }
-  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(z, shared.v(), row0,
-                                                                      shared.dstate(), key0, lane);
-  const float2 term = dot_rows<F, S::kKeyRow>(z, shared.k(), row0, key0, lane);
+  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16>(dk, shared.v(), row0, shared.dstate(),
+                                                           key0, lane);
+  const float2 term = dot_rows<F, S::kKeyRow>(dk, shared.k(), row0, key0, lane);
   const float share_low = s.share[low], share_high = s.share[high];
   // of the four lanes of a row one counts
   const float owed = lane % 4 ? 0.f : share_low * term.x + share_high * term.y;
   const float sum = sum_of_warp(owed);
   if (lane == 0) s.pair[part][w + 1][kBlocks] = bounded(sum);
   const float after = s.between(w, kBlocks);
-  scale_rows(z, after, after);
+  scale_rows(dk, after, after);
   scale_rows(dv, after, after);
-  float2 later = {0, 0}, own = {0, 0};
+  float2 later = {0, 0};
   float gap = 1;  // the gates between the blocks
+  float of_keys[2][4] = {}, of_values[2][4] = {};
+  add_scores<S>(of_keys, of_values, shared, row0, w + 1 < kBlocks ? w + 1 : w, lane);
 #pragma unroll 1
-  for (int step = 1; step <= kBlocks - w; step++) {  // later blocks, then the keys' own
-    const int r = step < kBlocks - w ? w + step : w;
-    float of_keys[2][4] = {}, of_values[2][4] = {};
-    add_rows<F, S::kKeyRow, S::kKeyRow, S::kKeys / 16, S::kSteps>(of_keys, shared.k(), row0,
-                                                                  shared.q(), r * kBlock, lane);
-    add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(
-        of_values, shared.v(), row0, shared.dy(), r * kBlock, lane);
-    if (r > w) {
-      const float2 sums = weigh_later(of_keys, of_values, s.from + r * kBlock, scale, gap, lane);
-      later.x += gap * sums.x, later.y += gap * sums.y;
-      gap = bounded(gap * s.whole[r]);
-      const float shares = sum_of_warp(share_low * sums.x + share_high * sums.y);
-      if (lane == 0) s.pair[part][w + 1][r] = part == 0 ? bounded(shares) : 0.f;
-    } else {
-      float a[2][4];
-      own = weigh_own(of_keys, of_values, a, s.gates[w], scale, s.beta[low], s.beta[high], lane);
-      if (part == 0) add_gates<F>(s, a, w, lane);
-      const float to_low = s.to[low], to_high = s.to[high];
-      scale_rows(z, to_low, to_high);
-      scale_rows(dv, to_low, to_high);
+  for (int r = w + 1; r < kBlocks; r++) {  // later blocks; meanwhile the next one, at last the own
+    float next_keys[2][4] = {}, next_values[2][4] = {};
+    add_scores<S>(next_keys, next_values, shared, row0, r + 1 < kBlocks ? r + 1 : w, lane);
+    const float2 sums = weigh_later(of_keys, of_values, s.from + r * kBlock, scale, gap, lane);
+    add_queries<S>(dk, dv, shared, of_keys, of_values, part, r, lane);
+    later.x += gap * sums.x, later.y += gap * sums.y;
+    gap = bounded(gap * s.whole[r]);
+    const float shares = sum_of_warp(share_low * sums.x + share_high * sums.y);
+    if (lane == 0) s.pair[part][w + 1][r] = part == 0 ? bounded(shares) : 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      of_keys[i / 4][i % 4] = next_keys[i / 4][i % 4];
+      of_values[i / 4][i % 4] = next_values[i / 4][i % 4];
     }
-    typename F::Left left;
-    F::tiles(left, of_keys);
-    add_columns<F, S::kValueRow>(dv, left, shared.dy(), value0, r * kBlock, lane);
-    F::tiles(left, of_values);
-    add_columns<F, S::kKeyRow>(z, left, shared.q(), key0, r * kBlock, lane);
   }
+  float a[2][4];
+  const float2 own =
+      weigh_own(of_keys, of_values, a, s.gates[w], scale, s.beta[low], s.beta[high], lane);
+  scale_rows(dk, share_low, share_high);
+  scale_rows(dv, share_low, share_high);
+  add_queries<S>(dk, dv, shared, of_keys, of_values, part, w, lane);
+  if (part == 0) add_gates<F>(s, a, w, lane);
   const float tiles = part == 0 ? 1.f : 0.f;  // which both parts have made
   const float all_low = after * term.x + tiles * sum_of_row(later.x);
   const float all_high = after * term.y + tiles * sum_of_row(later.y);
@@ -228,8 +163,8 @@ __device__ __forceinline__ void make_queries(const GradShared<S>& shared, float 
   typename S::Scalars& s = shared.scalars();
   const int row0 = w * kBlock, low = row0 + lane / 4, high = low + 8;
   const int key0 = part * S::kKeyTiles * 8;
-  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(dq, shared.dy(), row0,
-                                                                      shared.state(), key0, lane);
+  add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16>(dq, shared.dy(), row0, shared.state(),
+                                                           key0, lane);
   const float from_low = s.from[low], from_high = s.from[high];
   const float2 term = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
   const float owed = lane % 4 ? 0.f : from_low * term.x + from_high * term.y;
@@ -238,37 +173,40 @@ __device__ __forceinline__ void make_queries(const GradShared<S>& shared, float 
   const float before = scale * s.between(-1, w);
   scale_rows(dq, before, before);
   float gap = scale;
+  typename F::Left left;
+  float scores[2][4] = {}, two[2][2];
+  const auto add_scores_of = [&](float (&to)[2][4], int c) {
+    add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16>(to, shared.dy(), row0, shared.v(),
+                                                             c * kBlock, lane);
+  };
+  add_scores_of(scores, w > 0 ? w - 1 : w);
 #pragma unroll 1
-  for (int step = 1; step <= w + 1; step++) {  // earlier blocks, then the queries' own
-    const int c = step <= w ? w - step : w;
-    float scores[2][4] = {};
-    add_rows<F, S::kValueRow, S::kValueRow, S::kValues / 16, S::kSteps>(
-        scores, shared.dy(), row0, shared.v(), c * kBlock, lane);
-    float two[2][2];
-    pairs(two, (c < w ? s.share : s.beta) + c * kBlock, lane);
-    if (c < w) {
+  for (int c = w - 1; c >= 0; c--) {  // earlier blocks; meanwhile the next one, at last the own
+    float next[2][4] = {};
+    add_scores_of(next, c > 0 ? c - 1 : w);
+    pairs(two, s.share + c * kBlock, lane);
 #pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) scores[n][e] *= bounded(gap * two[n][e % 2]);
-      gap = bounded(gap * s.whole[c]);
-    } else {
-      const float2 sums = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
-      if (lane % 4 == 0) s.before[part][low] = sums.x, s.before[part][high] = sums.y;
-      scale_rows(dq, from_low, from_high);
-#pragma unroll
-      for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int i = lane / 4 + e / 2 * 8, j = n * 8 + lane % 4 * 2 + e % 2;
-          const float weight = bounded(s.gates[w][i * kGateRow + j] * two[n][e % 2]);
-          scores[n][e] = i >= j ? scale * weight * scores[n][e] : 0.f;
-        }
-    }
-    typename F::Left left;
+    for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= bounded(gap * two[i / 4][i % 2]);
+    gap = bounded(gap * s.whole[c]);
     F::tiles(left, scores);
     add_columns<F, S::kKeyRow>(dq, left, shared.k(), key0, c * kBlock, lane);
+#pragma unroll
+    for (int i = 0; i < 8; i++) scores[i / 4][i % 4] = next[i / 4][i % 4];
   }
+  pairs(two, s.beta + w * kBlock, lane);
+#pragma unroll
+  for (int n = 0; n < 2; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int i = lane / 4 + e / 2 * 8, j = n * 8 + lane % 4 * 2 + e % 2;
+      const float weight = bounded(s.gates[w][i * kGateRow + j] * two[n][e % 2]);
+      scores[n][e] = i >= j ? scale * weight * scores[n][e] : 0.f;
+    }
+  const float2 sums = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
+  if (lane % 4 == 0) s.before[part][low] = sums.x, s.before[part][high] = sums.y;
+  scale_rows(dq, from_low, from_high);
+  F::tiles(left, scores);
+  add_columns<F, S::kKeyRow>(dq, left, shared.k(), key0, w * kBlock, lane);
 }
 
 // Of the inner product of S and E, one thread's share; state: S in global memory.
@@ -276,12 +214,20 @@ template <class S, class State>
 __device__ __forceinline__ float share_of_inner(const GradShared<S>& shared, const State* state) {
   using F = typename S::F;
   float sum = 0;
-  if (S::kApart) {
-    for (int e = threadIdx.x; e < S::kKeys * S::kValues / 2; e += S::kThreads) {
-      const int row = e / (S::kValues / 2), col = e % (S::kValues / 2) * 2;
-      const float2 x = F::template pair<S::kValueRow>(shared.state(), row, col);
-      const float2 y = F::template pair<S::kValueRow>(shared.dstate(), row, col);
-      sum += x.x * y.x + x.y * y.y;
+  if constexpr (S::kApart && F::kCount == 1) {
+    constexpr int kAcross = S::kValues / 8;  // vectors of a row
+#pragma unroll 2
+    for (int e = threadIdx.x; e < S::kKeys * kAcross; e += S::kThreads) {
+      const int at = e / kAcross * S::kValueRow + e % kAcross * 8;
+      const auto x = *reinterpret_cast<const Run<unsigned, 4>*>(shared.state() + at);
+      const auto y = *reinterpret_cast<const Run<unsigned, 4>*>(shared.dstate() + at);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float x0, x1, y0, y1;
+        unpack_bfloat16(x.x[i], x0, x1);
+        unpack_bfloat16(y.x[i], y0, y1);
+        sum += x0 * y0 + x1 * y1;
+      }
     }
   } else {
 #pragma unroll 8

@@ -1,12 +1,13 @@
 // The state before each chunk, and the gradient of the state after it: chunk by chunk, with one
-// barrier for each. While a chunk is multiplied the next one is in registers or on its way there.
+// barrier for each. While a chunk is multiplied the next ones are on their way: whole vectors of
+// bfloat16 to shared memory as they are, all else through registers, where keys get their weights.
 #pragma once
 #include "grad_chunk.cuh"
 
 // How the state is laid over warps, kCols columns of V for a block.
-template <class In, int K, int kCols>
+template <class In, int K, int kCols, bool kWide>
 struct StatesShape {
-  using F = typename Factors<In>::OfStates;
+  using F = typename Factors<In>::Type;
   static constexpr int kKeys = (K + 15) / 16 * 16, kRowTiles = kKeys / 16;
   static constexpr int kKeyRow = F::template kRow<kKeys>, kValueRow = F::template kRow<kCols>;
   static constexpr int kRowWarps = kRowTiles % 4 == 0 ? 4 : (kRowTiles % 2 == 0 ? 2 : 1);
@@ -14,10 +15,28 @@ struct StatesShape {
   static constexpr int kWarps = kRowWarps * kColWarps, kThreads = 32 * kWarps;
   static constexpr int kTilesDown = kRowTiles / kRowWarps;
   static constexpr int kTilesAcross = kCols / 8 / kColWarps;
-  static constexpr int kStage = kChunk * (kKeyRow + kValueRow);  // numbers of a chunk, of two
-  static constexpr int kWeights = 4;                             // chunks whose gates are at hand
+  static constexpr bool kCopied = kWide && F::kCount == 1;
+  static constexpr int kStages = kCopied ? 4 : 2;                // chunks at hand
+  static constexpr int kStage = kChunk * (kKeyRow + kValueRow);  // numbers of a chunk
+  // Each warp weighs the tokens of one chunk in kWarps, all warps at once: the gates of so many
+  // chunks are made ready together, as many chunks ahead.
+  static constexpr int kAhead = kWarps > 1 ? kWarps : 2, kWeights = 2 * kAhead;
   static_assert(kCols % 16 == 0 && kTilesAcross % 2 == 0, "a warp's columns are pairs of tiles");
 };
+
+// A left factor of bfloat16 numbers whose sum runs over tokens, each times its weight.
+__device__ __forceinline__ void weigh_columns(unsigned (&x)[4], const float* weights, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float2 w = *reinterpret_cast<const float2*>(weights + half * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; i++) {
+      float low, high;
+      unpack_bfloat16(x[i], low, high);
+      x[i] = pack_bounded(w.x * low, w.y * high);
+    }
+  }
+}
 
 // Gates of a chunk and what its tokens weigh beside them, two tokens a lane, as they were stored.
 template <class In>
@@ -45,7 +64,11 @@ struct HeldScalars {
       const bool real = 2 * lane + i < left;
       gates[i] = real ? gate[i].template value<double>(a.gate_kind) : 1.0;
       gates[i] += gates[i] - gates[i];  // NaN where infinite: products are kept from overflow
-      factors[i] = real ? beta[i].template value<double>(a.beta_kind) : 0.0;
+      // no logarithm: nothing of an exponential is compiled for it
+      factors[i] = a.beta_kind == kAbsent     ? 1.0
+                   : a.beta_kind == kAsInputs ? static_cast<double>(widen<float>(beta[i].narrow))
+                                              : beta[i].wide;
+      if (!real) factors[i] = 0;
       if (back) factors[i] = a.scale;
     }
     to.fill(lane, gates, factors, back);
@@ -56,14 +79,15 @@ struct HeldScalars {
 // back. block: StatesShape::kThreads. With kWide all rows of q, k, v and dy begin at multiples of
 // 16 bytes and hold whole vectors of 16 bytes.
 template <class In, int K, int V, int kCols, bool kWide>
-__global__ void __launch_bounds__(StatesShape<In, K, kCols>::kThreads, K <= 64 ? 2 : 1)
+__global__ void __launch_bounds__(StatesShape<In, K, kCols, kWide>::kThreads,
+                                  K <= 64 || sizeof(typename Kept<In>::Type) == 2 ? 2 : 1)
     chunk_states(const CallArgs a, const GradArgs g) {
-  using S = StatesShape<In, K, kCols>;
+  using S = StatesShape<In, K, kCols, kWide>;
   using F = typename S::F;
   using Out = typename Kept<In>::Type;
   constexpr int kColBlocks = (V + kCols - 1) / kCols;
   DYNAMIC_SHARED(typename F::Number, rows);
-  ChunkWeights* const weights = reinterpret_cast<ChunkWeights*>(rows + 2 * S::kStage);
+  ChunkWeights* const weights = reinterpret_cast<ChunkWeights*>(rows + S::kStages * S::kStage);
 
   const int warp = this_warp(), lane = threadIdx.x % 32;
   const unsigned item = blockIdx.x, heads = a.H;
@@ -86,6 +110,19 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols>::kThreads, K <= 64 ?
   // chunks that the state goes through: the last one only where the state after it is asked for
   const int steps = back && a.state ? chunks : chunks - 1;
   const auto chunk_of = [=](int step) -> long long { return back ? chunks - 1 - step : step; };
+  const auto stage_of = [=](int step) { return rows + step % S::kStages * S::kStage; };
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      const long long t = seq.start + chunk_of(step) * kChunk;
+      const int real = static_cast<int>(min(seq.stop - t, static_cast<long long>(kChunk)));
+      typename F::Number* const to = stage_of(step);
+      copy_rows<F, In, kChunk, S::kKeys, S::kKeyRow, S::kThreads, kWide>(to, left + t * left_step,
+                                                                         left_step, real, K);
+      copy_rows<F, In, kChunk, kCols, S::kValueRow, S::kThreads, kWide>(
+          to + kChunk * S::kKeyRow, right + t * right_step, right_step, silent ? 0 : real, cols);
+    }
+    cp_async_commit();
+  };
   HeldRows<In, kChunk, S::kKeys, S::kThreads, kWide> keys;
   HeldRows<In, kChunk, kCols, S::kThreads, kWide> values;
   const auto load = [&](int step) {
@@ -97,7 +134,7 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols>::kThreads, K <= 64 ?
   };
   const auto put = [&](int step) {
     if (step >= steps) return;
-    typename F::Number* const to = rows + step % 2 * S::kStage;
+    typename F::Number* const to = stage_of(step);
     keys.template store<F, S::kKeyRow, true>(to, weights[step % S::kWeights].x);
     values.template store<F, S::kValueRow, false>(to + kChunk * S::kKeyRow, nullptr);
   };
@@ -106,16 +143,20 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols>::kThreads, K <= 64 ?
     if (step < steps) held.load(a, seq.b, h, seq.start + chunk_of(step) * kChunk, seq.stop, lane);
   };
   const auto weigh = [&](int step) {
-    if (step % S::kWarps != warp) return;
     if (step < steps)
       held.fill(weights[step % S::kWeights], a, seq.stop - seq.start - chunk_of(step) * kChunk,
                 back, lane);
     hold(step + S::kWarps);
   };
   hold(warp);
+  if constexpr (S::kCopied) {
 #pragma unroll 1
-  for (int step = 0; step < 2; step++) weigh(step);
-  load(0);
+    for (int step = 0; step < S::kStages - 1; step++) fetch(step);
+  } else {
+    load(0);
+  }
+#pragma unroll 1
+  for (int first = 0; first < S::kAhead; first += S::kWarps) weigh(first + warp);
 
   constexpr int kDown = S::kTilesDown, kAcross = S::kTilesAcross;
   const int row0 = warp % S::kRowWarps * kDown * 16, own0 = warp / S::kRowWarps * kAcross * 8;
@@ -135,9 +176,11 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols>::kThreads, K <= 64 ?
                 ? given[n * stride[0] + h * stride[1] + row * stride[2] + (col0 + col) * stride[3]]
                 : 0.f;
       }
-  __syncthreads();
-  put(0);
-  load(1);
+  if constexpr (!S::kCopied) {
+    __syncthreads();
+    put(0);
+    load(1);
+  }
   const long long first = first_chunk(a, n, seq.start) + (back ? count_chunks(a) : 0);
   Out* target = static_cast<Out*>(g.states) + ((first + chunk_of(0)) * a.H + h) * (K * V) + col0;
   const long long next = (back ? -1 : 1) * a.H * (K * V);
@@ -154,11 +197,15 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols>::kThreads, K <= 64 ?
                                2 * i, lane);
       }
     if (step >= steps) break;
+    if constexpr (S::kCopied) cp_async_wait<S::kStages - 2>();
     __syncthreads();
-    put(step + 1);
-    weigh(step + 2);  // while few registers are taken
-    load(step + 2);
-    const typename F::Number* const stage = rows + step % 2 * S::kStage;
+    if constexpr (S::kCopied)
+      fetch(step + S::kStages - 1);
+    else
+      put(step + 1);
+    if (step % S::kWarps == 0) weigh(step + S::kAhead + warp);  // while few registers are taken
+    if constexpr (!S::kCopied) load(step + 2);
+    const typename F::Number* const stage = stage_of(step);
     const ChunkWeights& w = weights[step % S::kWeights];
     const float whole = w.whole, rest = w.rest, lower = w.lower;
 #pragma unroll
@@ -176,8 +223,10 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols>::kThreads, K <= 64 ?
     for (int block = 0; block < kBlocks; block++) {
       typename F::Left factor[kDown];
 #pragma unroll
-      for (int m = 0; m < kDown; m++)
+      for (int m = 0; m < kDown; m++) {
         F::template columns<S::kKeyRow>(factor[m], stage, row0 + m * 16, block * kBlock, lane);
+        if constexpr (S::kCopied) weigh_columns(factor[m].x[0], w.x + block * kBlock, lane);
+      }
 #pragma unroll
       for (int t = 0; t < kAcross; t += 2) {
         typename F::Right two[2];

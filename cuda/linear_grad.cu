@@ -116,10 +116,11 @@ struct Copies {
 
 // grid: chunks * H blocks, and H more for packed sequences. block: GradShape::kThreads. kPartial:
 // heads share q and k, and finish_grad is to add up their gradients.
-template <class In, int K, int V, int kParts, bool kApart, bool kWide, bool kPartial, int kTogether>
-__global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads, kTogether)
+template <class In, int K, int V, int kParts, int kRoles, bool kApart, bool kWide, bool kPartial,
+          int kTogether>
+__global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::kThreads, kTogether)
     chunk_grads(const CallArgs a, const GradArgs g) {
-  using S = GradShape<In, K, V, kParts, kApart>;
+  using S = GradShape<In, K, V, kParts, kRoles, kApart>;
   using F = typename S::F;
   using Out = typename Choose<kPartial, float, In>::Type;
   DYNAMIC_SHARED(typename F::Number, rows);
@@ -139,13 +140,14 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
   const long long t0 = seq.start + (chunk - first_chunk(a, n, seq.start)) * kChunk;
   if (t0 < seq.start || t0 >= seq.stop) return;
   const int count = static_cast<int>(min(seq.stop - t0, static_cast<long long>(kChunk)));
-  const long long b = seq.b;
+  const int b = static_cast<int>(seq.b);
 
-  const int w = warp % kBlocks, part = warp / kBlocks;
+  const int w = warp % kBlocks, part = warp / kBlocks % kParts;
+  const bool of_keys = warp < kBlocks * kParts, of_queries = kRoles == 1 || !of_keys;
   Scalar<In> gate, beta;
   const int t = w * kBlock + lane % kBlock;
   const bool real = t < count;
-  if (real) {
+  if (real && warp < kBlocks) {
     gate.load(a.gate, b * a.gate_stride[0] + (t0 + t) * a.gate_stride[1] + h * a.gate_stride[2],
               a.gate_kind);
     beta.load(a.beta, b * a.beta_stride[0] + (t0 + t) * a.beta_stride[1] + h * a.beta_stride[2],
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
   const Copies<In, S, kWide> copies{a, g, shared, b, t0, h, hq, chunk, count};
   float share = copies.all();
   cp_async_commit();
-  if (part == 0) {
+  if (warp < kBlocks) {
     const double x = real ? gate.template value<double>(a.gate_kind) : 1.0;
     s.fill(w, static_cast<float>(x + (x - x)),  // NaN where infinite
            real ? beta.template value<float>(a.beta_kind) : 0.f, lane);
@@ -168,18 +170,17 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
 
   const float scale = static_cast<float>(a.scale);
   const int key0 = part * S::kKeyTiles * 8, value0 = part * S::kValueTiles * 8;
-  const int row0 = w * kBlock, low = row0 + lane / 4, high = low + 8;
-  const long long at = (b * a.T + t0) * a.H + h;  // of the first token, in rows
+  const int row0 = w * kBlock;
+  // the place of the first token, in rows, made anew wherever it is asked for: registers are few
+  const auto first_row = [&] { return (afresh(b) * a.T + t0) * a.H + h; };
   const long long step = a.H * K;
-  {
-    float z[S::kKeyTiles][4] = {}, dv[S::kValueTiles][4] = {};
-    make_keys(shared, scale, w, part, lane, z, dv);
-    scale_rows(z, s.beta[low], s.beta[high]);
-    scale_rows(dv, s.beta[low], s.beta[high]);
-    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dk : g.dk) + at * K, step, z, row0,
-                         count, key0, K, lane);
+  if (of_keys) {
+    float dk[S::kKeyTiles][4] = {}, dv[S::kValueTiles][4] = {};
+    make_keys(shared, scale, w, part, lane, dk, dv);
+    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dk : g.dk) + first_row() * K, step,
+                         dk, row0, count, key0, K, lane);
     In* const to =
-        static_cast<In*>(a.y) + b * a.y_stride[0] + t0 * a.y_stride[1] + h * a.y_stride[2];
+        static_cast<In*>(a.y) + afresh(b) * a.y_stride[0] + t0 * a.y_stride[1] + h * a.y_stride[2];
     put_rows<In, kWide>(to, a.y_stride[1], dv, row0, count, value0, V, lane);
   }
   if (!kApart) {
@@ -189,20 +190,20 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kApart>::kThreads,
     cp_async_wait<0>();
     __syncthreads();
   }
-  {
+  if (of_queries) {
     float dq[S::kKeyTiles][4] = {};
     make_queries(shared, scale, w, part, lane, dq);
-    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dq : g.dq) + at * K, step, dq, row0,
-                         count, key0, K, lane);
+    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dq : g.dq) + first_row() * K, step,
+                         dq, row0, count, key0, K, lane);
   }
   __syncthreads();
-  if (part > 0) return;
+  if (warp >= kBlocks) return;
   const float dgate = sum_gates(s, w, lane);
   if (lane >= kBlock || !real) return;
   float dbeta = 0;
 #pragma unroll
   for (int i = 0; i < kParts; i++) dbeta += s.dbeta[i][t];
-  const long long token = at + t * a.H;
+  const long long token = first_row() + t * a.H;
   if (kPartial) {
     float* const pair = static_cast<float*>(g.partial_scalars) + 2 * token;
     pair[0] = dgate;

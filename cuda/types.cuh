@@ -16,6 +16,11 @@ struct alignas(sizeof(T) * n) Run {
   T x[n];
 };
 
+// Eight bytes in one go: a struct of two may be stored by halves.
+__device__ __forceinline__ void put_two(void* to, unsigned low, unsigned high) {
+  *static_cast<unsigned long long*>(to) = low | static_cast<unsigned long long>(high) << 32;
+}
+
 template <class State>
 __device__ __forceinline__ State widen(half_t x) {
   return half_bits_to_float(x.bits);

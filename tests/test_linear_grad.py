@@ -50,6 +50,7 @@ class Case:
     cols: int = 0  # 0 is the plan's own choice
     wide: bool = True
     apart: bool = True
+    roles: int = 0
     options: dict = field(default_factory=dict, hash=False)
     prepare: Callable = field(default=dict, hash=False)  # inputs -> the inputs passed
     rule: str = "linear"
@@ -63,7 +64,7 @@ class Case:
         sizes = (1000, 1000, self.K, self.V, 132, self.wide)
         tile = chunks_grad.best_tile(self.dtype, *sizes, plan.SHARED_LIMIT)
         assert tile is not None
-        tile = replace(tile, apart=tile.apart and self.apart)
+        tile = replace(tile, apart=tile.apart and self.apart, roles=self.roles or tile.roles)
         return replace(tile, cols=self.cols) if self.cols else tile
 
     @property
@@ -110,6 +111,8 @@ CASES = [
     Case("bfloat16", 9, 60, T=129, wide=False, gate="random", cols=16),
     Case("float16", 1, 1, T=65, wide=False),
     Case("float32", 64, 64, T=1, cols=32),
+    Case("bfloat16", 48, 48, T=1100, H=1, Hq=1, gate="random"),
+    Case("float32", 24, 24, T=1100, H=1, Hq=1, gate="0.9995", roles=1),
     Case("bfloat16", 64, 64, T=300, options={"cu_seqlens": [0, 5, 5, 200, 290]}),
     Case("float32", 24, 24, T=300, Hq=1, options={"cu_seqlens": [0, 64, 64, 193, 290]}),
     Case("float32", 24, 24, T=200, prepare=logarithms),
@@ -188,11 +191,17 @@ def test_a_missing_barrier_or_wait_is_caught(name, which, tmp_path, rng):
     text = planted.read_text()
     found = list(ORDERED.finditer(text))[which]
     planted.write_text(text[: found.start()] + ";" + text[found.end() :])
-    # chunks enough to come around, and every branch that has one
-    case = Case("bfloat16", 24, 24, T=300, H=1, Hq=1, apart=False)
-    kernels = simt.Kernels(tmp_path / "linear_grad.cu", case.expressions)
+    # chunks enough to come around, and every branch that has one: copied as they are, and weighed
+    cases = [Case(t, 24, 24, T=500, H=1, Hq=1, apart=False) for t in ("bfloat16", "float32")]
+    names = [expression for case in cases for expression in case.expressions]
+    kernels = simt.Kernels(tmp_path / "linear_grad.cu", names)
+
+    def run_both() -> None:
+        for case in cases:
+            run_on_host(kernels, case, case.inputs(rng), check=True)
+
     with pytest.raises(simt.Fault, match=r"race|nobody has written|a cp.async of"):
-        run_on_host(kernels, case, case.inputs(rng), check=True)
+        run_both()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])

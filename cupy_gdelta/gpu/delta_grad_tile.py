@@ -71,7 +71,7 @@ class DeltaGradTile:
         rows = self._rows(self.V)
         numbers = 2 * self._rows(self.K) + 2 * rows + max(rows, 2 * self.chunk**2)
         piece = _tiles(self.V) * (4 if _tiles(self.K) > 2 else 2) * BLOCK_BYTES
-        sums = 4 * (14 * self.chunk + 8)  # sizeof(TokenSums)
+        sums = 4 * (15 * self.chunk + 8)  # sizeof(TokenSums)
         return self.size * numbers + piece + chunks.DECAY_BYTES + sums
 
     @property

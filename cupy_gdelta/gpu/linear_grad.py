@@ -24,7 +24,7 @@ def expressions(tile: ChunkGradTile, shared: bool) -> tuple[str, ...]:
     together = min(tile.together, 2) if shared else tile.together  # for registers
     found = (
         f"chunk_states<{sizes}, {tile.cols}, {wide}>",
-        f"chunk_grads<{sizes}, {tile.parts}, {apart}, {wide}, {partial}, {together}>",
+        f"chunk_grads<{sizes}, {tile.parts}, {tile.roles}, {apart}, {wide}, {partial}, {together}>",
     )
     return (*found, f"finish_grad<{dtype}, float, false, {tile.K}, 1>") if shared else found
 
