@@ -1,8 +1,8 @@
 // Gradients of the delta rule in chunks of 32 tokens on tensor cores, for float32; the equations
-// are those of delta_grad.cu. Factors are split in two TF32 numbers (tf32_blocks.cuh): products err
-// by 2^-22 at most. delta_grad32_prepare makes the inverse and P of all chunks; delta_grad32_walk
-// goes through the chunks for S and E, and in other blocks back for G and dE; delta_grad32_tokens
-// makes the rest, all chunks at once.
+// are those of delta_grad.cu. Factors are split in two numbers of bfloat16 (split_rows.cuh), and in
+// two of TF32 where a chunk is prepared. delta_grad32_prepare makes the inverse and P of all
+// chunks; delta_grad32_walk goes through the chunks for S and E, and in other blocks back for G and
+// dE; delta_grad32_tokens makes the rest, all chunks at once.
 #include "delta_grad32_copy.cuh"
 #include "delta_grad32_prepare.cuh"
 #include "delta_grad32_tokens.cuh"
@@ -61,6 +61,10 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
               back ? space.late : space.states,
               static_cast<float>(a.scale)};
   __syncthreads();
+  if (chunks > 0) copier.fetch_weights(0);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
   for (int i = 0; i < kStages - 1; i++) copier.fetch(i);
 
   const int group = warp / S::kParts, own0 = group * 16, value_tile = col0 / 16 + group;
@@ -68,8 +72,8 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
   walker.lane = lane;
   walker.part = warp % S::kParts;
   walker.barrier = 1 + group;
-  walker.sums = reinterpret_cast<float4*>(shared + kStages * S::kStage) +
-                group * S::kParts * (kChunk / 8 * 32);
+  walker.sums =
+      reinterpret_cast<float4*>(shared + S::kSumsAt) + group * S::kParts * (kChunk / 8 * 32);
   const void* const first = back ? g.dstate : a.initial_state;
   const long long* const stride = back ? g.dstate_stride : a.state_stride;
   const float* const at =
@@ -79,24 +83,25 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
   });
   for (int i = 0; i < copier.chunks; i++) {
     copier.turn(i);
-    const int c = copier.back ? copier.chunks - 1 - i : i;
-    const float* const k = shared + i % kStages * S::kStage;
+    const int c = copier.chunk(i);
+    const float* const k = copier.stage(i);
     const float* const values = k + S::kValuesAt + own0;
     const float* const inverse = k + S::kPairsAt;
-    const ChunkWeights& weights = *reinterpret_cast<const ChunkWeights*>(k + S::kWeightsAt);
+    const ChunkWeights& weights = *reinterpret_cast<const ChunkWeights*>(copier.weights(i));
     const long long at_entry = copier.entry + c * a.H;
     const bool real = V % kBlockCols == 0 || value_tile < S::kValueTiles;
-    if (real) walker.save(copier.states + at_entry * S::kState + value_tile * 16 * S::kKeys);
+    float* const saved = copier.states + at_entry * S::kState +
+                         static_cast<long long>(value_tile) * S::kRowTiles * kStateBlock;
     ChunkColumns x;
     if (copier.back) {
       walker.back(x, k, k + S::kRowsOfK, values, inverse, inverse + S::kPairs, weights,
-                  copier.scale);
+                  copier.scale, real ? saved : nullptr);
       const long long t = static_cast<long long>(c) * kChunk;
       const int tokens = static_cast<int>(min(copier.tokens - t, static_cast<long long>(kChunk)));
       walker.put(copier.dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,
                  copier.cols - own0);
     } else {
-      walker.forward(x, k, values, inverse, weights);
+      walker.forward(x, k, values, inverse, weights, real ? saved : nullptr);
       if (real)
         walker.put(space.misses + at_entry * (kChunk * S::kValues) + value_tile * 16, S::kValues, x,
                    kChunk, 16);
@@ -126,30 +131,19 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   const SlotChunk chunk(a, item / a.H);
   if (chunk.tokens == 0) return;
   const long long b = chunk.b, t = chunk.first;
-  if (K % 16 != 0 || V % 16 != 0 || !g.dy)  // padding, and what no copy fills
-    for (int i = threadIdx.x; i < S::kNumbers; i += kTokenThreads) shared[i] = 0;
-  __syncthreads();
-  const int thread = threadIdx.x;
-  copy_rows<kChunk, K, S::kKeyRow, kWide>(q, head_rows(a.q, a.q_stride, b, t, hq), a.q_stride[1],
-                                          chunk.tokens, K, thread, kTokenThreads);
-  copy_rows<kChunk, K, S::kKeyRow, kWide>(k, head_rows(a.k, a.k_stride, b, t, hq), a.k_stride[1],
-                                          chunk.tokens, K, thread, kTokenThreads);
+  if (!g.dy)
+    for (int i = threadIdx.x; i < S::kRowsOfV; i += kTokenThreads) dy[i] = 0;
+  fetch_rows<K, kWide>(q, head_rows(a.q, a.q_stride, b, t, hq), a.q_stride[1], chunk.tokens);
+  fetch_rows<K, kWide>(k, head_rows(a.k, a.k_stride, b, t, hq), a.k_stride[1], chunk.tokens);
   if (g.dy)
-    copy_rows<kChunk, V, S::kValueRow, kWide>(dy, head_rows(g.dy, g.dy_stride, b, t, h),
-                                              g.dy_stride[1], chunk.tokens, V, thread,
-                                              kTokenThreads);
-  copy_rows<kChunk, V, S::kValueRow, kWide>(de, head_rows(a.y, a.y_stride, b, t, h), a.y_stride[1],
-                                            chunk.tokens, V, thread, kTokenThreads);
-  copy_rows<kChunk, S::kValues, S::kValueRow, true>(e, space.misses + item * (kChunk * S::kValues),
-                                                    S::kValues, kChunk, S::kValues, thread,
-                                                    kTokenThreads);
+    fetch_rows<V, kWide>(dy, head_rows(g.dy, g.dy_stride, b, t, h), g.dy_stride[1], chunk.tokens);
+  fetch_rows<V, kWide>(de, head_rows(a.y, a.y_stride, b, t, h), a.y_stride[1], chunk.tokens);
+  fetch_rows<S::kValues, true>(e, space.misses + item * (kChunk * S::kValues), S::kValues, kChunk);
   cp_async_commit();
-  copy_rows<S::kValues, S::kKeys, S::kKeyRow, true>(states, space.states + item * S::Head::kState,
-                                                    S::kKeys, S::kValues, S::kKeys, thread,
-                                                    kTokenThreads);
-  copy_rows<S::kValues, S::kKeys, S::kKeyRow, true>(late, space.late + item * S::Head::kState,
-                                                    S::kKeys, S::kValues, S::kKeys, thread,
-                                                    kTokenThreads);
+  for (int i = 4 * threadIdx.x; i < S::kState; i += 4 * kTokenThreads) {
+    cp_async<16>(states + i, space.states + item * S::kState + i);
+    cp_async<16>(late + i, space.late + item * S::kState + i);
+  }
   cp_async_commit();
   TokenGradients<K, V, kDirect> own = {a,
                                        g,
@@ -174,12 +168,18 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
     put_products(products, sums.weights, lane);
   }
   cp_async_wait<1>();
+  if (!kWide) __syncthreads();  // others have brought what is split here
+  split_rows<kChunk, S::kKeys, S::kKeyRow>(q, threadIdx.x, kTokenThreads);
+  split_rows<kChunk, S::kKeys, S::kKeyRow>(k, threadIdx.x, kTokenThreads);
+  if (g.dy) split_rows<kChunk, S::kValues, S::kValueRow>(dy, threadIdx.x, kTokenThreads);
+  split_rows<kChunk, S::kValues, S::kValueRow>(de, threadIdx.x, kTokenThreads);
+  split_rows<kChunk, S::kValues, S::kValueRow>(e, threadIdx.x, kTokenThreads);
   __syncthreads();
   own.pair_up();
   cp_async_wait<0>();
   __syncthreads();
   own.read_states();
-  own.finish();
   __syncthreads();
-  if (warp == 0) own.put_scalars();
+  if (warp == kPairWarps) own.put_scalars();  // which has had the least to do
+  own.finish();
 }

@@ -20,16 +20,19 @@ struct WalkShape : HeadShape<K, V> {
   static constexpr int kValueRow = kBlockCols + kPad;
   static constexpr int kRowsOfK = kChunk * Head::kKeyRow, kPairs = kChunk * kPairRow;
   static constexpr int kValuesAt = 2 * kRowsOfK, kPairsAt = kValuesAt + kChunk * kValueRow;
-  static constexpr int kWeightsAt = kPairsAt + 2 * kPairs;
-  static constexpr int kStage = kWeightsAt + static_cast<int>(sizeof(ChunkWeights)) / 4;
+  static constexpr int kStage = kPairsAt + 2 * kPairs;
+  static constexpr int kWeightsAt = kStages * kStage;
+  static constexpr int kWeights = static_cast<int>(sizeof(ChunkWeights)) / 4;
   static constexpr int kSums = kParts > 1 ? kWalkers * kChunk / 8 * 32 : 0;  // float4
-  static constexpr int kCopierAt = kStages * kStage + 4 * kSums;             // floats
+  static constexpr int kSumsAt = kWeightsAt + (kStages + 1) * kWeights;
+  static constexpr int kCopierAt = kSumsAt + 4 * kSums;  // floats
   static constexpr int kBytes = 4 * kCopierAt + kCopierBytes;
 };
 
 // The chunks of a head on their way into shared memory by all warps: k, v, the inverse and
-// weights on the way forward; k, q, dy, the inverse, scores and weights on the way back. It lies in
-// shared memory: what it holds would take the registers of every thread.
+// weights on the way forward; k, q, dy, the inverse, scores and weights on the way back. Weights
+// come with the chunk before: they are known when rows are split in planes. It lies in shared
+// memory: what it holds would take the registers of every thread.
 template <class S, int K, int kBlockCols, int kStages, bool kWide>
 struct ChunkCopier {
   float* stages;
@@ -42,20 +45,33 @@ struct ChunkCopier {
   float* states;    // that are saved
   float scale;
 
-  // The chunk of turn i.
+  __device__ __forceinline__ int chunk(int i) const { return back ? chunks - 1 - i : i; }
+  __device__ __forceinline__ float* stage(int i) const { return stages + i % kStages * S::kStage; }
+  __device__ __forceinline__ float* weights(int i) const {  // of the chunk of turn i
+    return stages + S::kWeightsAt + i % (kStages + 1) * S::kWeights;
+  }
+  __device__ __forceinline__ void fetch_weights(int i) const {
+    const int thread = threadIdx.x - first_thread;
+    const float* const from =
+        reinterpret_cast<const float*>(&prepared[chunk(i) * prepared_stride].weights);
+    for (int e = 4 * thread; e < S::kWeights; e += 4 * S::kThreads)
+      cp_async<16>(weights(i) + e, from + e);
+  }
+
+  // The chunk of turn i, and weights of the one that comes after it.
   __device__ __forceinline__ void fetch(int i) const {
     constexpr int kThreads = S::kThreads;
     const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
     if (i < chunks) {
-      const int c = back ? chunks - 1 - i : i;
-      float* const stage = stages + i % kStages * S::kStage;
+      const int c = chunk(i);
+      float* const stage = this->stage(i);
       const long long t = static_cast<long long>(c) * kChunk;
       const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
-      copy_rows<kChunk, K, S::kKeyRow, kWide>(stage, k + t * k_stride, k_stride, rows, K, thread,
-                                              kThreads);
+      copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide>(stage, k + t * k_stride, k_stride, rows, K,
+                                                     thread, kThreads);
       if (back)
-        copy_rows<kChunk, K, S::kKeyRow, kWide>(stage + S::kRowsOfK, q + t * q_stride, q_stride,
-                                                rows, K, thread, kThreads);
+        copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide>(stage + S::kRowsOfK, q + t * q_stride,
+                                                       q_stride, rows, K, thread, kThreads);
       if (values)
         copy_rows<kChunk, kBlockCols, S::kValueRow, kWide>(stage + S::kValuesAt,
                                                            values + t * value_stride, value_stride,
@@ -66,16 +82,29 @@ struct ChunkCopier {
       if (back)
         copy_rows<kChunk, kChunk, kPairRow, true>(stage + S::kPairsAt + S::kPairs, from.scores,
                                                   kChunk, kChunk, kChunk, thread, kThreads);
-      const float* const weights = reinterpret_cast<const float*>(&from.weights);
-      for (int e = 4 * thread; e < static_cast<int>(sizeof(ChunkWeights)) / 4; e += 4 * kThreads)
-        cp_async<16>(stage + S::kWeightsAt + e, weights + e);
+      if (i + 1 < chunks) fetch_weights(i + 1);
     }
     cp_async_commit();
+  }
+
+  // Rows of the chunk of turn i in planes; those of q with their share in the state's gradient.
+  __device__ __forceinline__ void split(int i) const {
+    const int thread = threadIdx.x - first_thread;
+    float* const k = stage(i);
+    split_rows<kChunk, S::kKeys, S::kKeyRow>(k, thread, S::kThreads);
+    if (!back) return;
+    const float* const from_start = weights(i);
+    const float factor = scale * lift(from_start[0]);
+    split_rows<kChunk, S::kKeys, S::kKeyRow>(k + S::kRowsOfK, thread, S::kThreads,
+                                             [=](int row) { return factor * from_start[row]; });
+    if (values) split_rows<kChunk, kBlockCols, S::kValueRow>(k + S::kValuesAt, thread, S::kThreads);
   }
 
   // Waits for the chunk of turn i, and starts on one that comes later.
   __device__ __forceinline__ void turn(int i) const {
     cp_async_wait<kStages - 2>();
+    if (!kWide) __syncthreads();  // others have brought what is split here
+    split(i);
     __syncthreads();
     fetch(i + kStages - 1);
   }

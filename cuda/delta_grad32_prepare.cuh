@@ -2,12 +2,14 @@
 // is known; and rows of q and k of unit length.
 #pragma once
 #include "delta_grad32_space.cuh"
+#include "tf32_blocks.cuh"
 
 constexpr int kPrepareThreads = 64 * kBlocks;
 
 template <int K>
 struct PrepareShape {
-  static constexpr int kRowTiles = (K + 15) / 16, kKeyRow = kRowTiles * 16 + kPad;
+  static constexpr int kRowTiles = (K + 15) / 16;
+  static constexpr int kKeyRow = kRowTiles * 16 + 8;  // pairs of numbers in different banks
   static constexpr int kRowsOfK = kChunk * kKeyRow, kPairs = kChunk * kPairRow;
   static constexpr int kBytes =
       4 * (2 * kRowsOfK + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
@@ -51,25 +53,34 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
   float sum[kBlocks][2][4] = {};
   for (int i = 0; i < S::kRowTiles; i++) {
     const Factor left =
-        load_left((of_k ? k : q) + r * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
+        load_left_factor((of_k ? k : q) + r * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
 #pragma unroll
     for (int c = 0; c < kBlocks; c++)
       if (c <= r)
-        multiply(sum[c], left,
-                 load_right_transposed(k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane));
+        multiply(
+            sum[c], left,
+            load_right_factor_transposed(k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane));
   }
 #pragma unroll
   for (int c = 0; c < kBlocks; c++)
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 8; i += 2) {
       const int at = r * kBlock + lane / 4 + i / 2 % 2 * 8;
-      const int j = c * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const float weight = products[at * kPairRow + j] * weights.beta[j];
-      const float x = j + of_k <= at ? weight * sum[c][i / 4][i % 4] : 0.f;
-      if (of_k)
-        errors[at * kPairRow + j] = x;
-      else
-        to.scores[at * kChunk + j] = x;
+      const int first = c * kBlock + i / 4 * 8 + lane % 4 * 2;
+      float x[2];
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        const int j = first + side;
+        const float weight = products[at * kPairRow + j] * weights.beta[j];
+        x[side] = j + of_k <= at ? weight * sum[c][i / 4][i % 4 + side] : 0.f;
+      }
+      if (of_k) {
+        *reinterpret_cast<float2*>(errors + at * kPairRow + first) = {x[0], x[1]};
+      } else {
+        SplitPair both;
+        both.set(x[0], x[1]);
+        put_pair(to.scores + at * kChunk, first, both);
+      }
     }
   __syncthreads();
   if (warp == 0) {  // by substitution, a column a lane
@@ -80,7 +91,15 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 #pragma unroll
       for (int j = 0; j < i; j++) sums[j % 2] -= errors[i * kPairRow + j] * x[j];
       x[i] = sums[0] + sums[1];
-      to.inverse[i * kChunk + lane] = x[i];
+    }
+    // an even lane puts the high parts of two columns, the next one the low ones
+    const int at = pair_at(lane - lane % 2) + lane % 2 * 4;
+#pragma unroll
+    for (int i = 0; i < kChunk; i++) {
+      const float other = __shfl_xor_sync(0xffffffffu, x[i], 1);
+      SplitPair both;
+      both.set(lane % 2 ? other : x[i], lane % 2 ? x[i] : other);
+      to.inverse[i * kChunk + at] = __uint_as_float(lane % 2 ? both.low : both.high);
     }
   } else {
     const float* const from = reinterpret_cast<const float*>(&weights);

@@ -3,12 +3,12 @@
 #pragma once
 #include "grad.cuh"
 #include "slots.cuh"
-#include "tf32_blocks.cuh"
+#include "split_rows.cuh"
 
 constexpr int kChunk = 32;  // tokens
 constexpr int kBlock = 16;  // tokens of a block
 constexpr int kBlocks = kChunk / kBlock;
-constexpr int kPad = 8;  // floats after each row in shared memory: rows in different banks
+constexpr int kPad = 4;  // floats after each row in shared memory: rows in different banks
 constexpr int kPairRow = kChunk + kPad;
 
 struct ChunkWeights {
@@ -20,7 +20,7 @@ struct ChunkWeights {
 };
 
 // Of one chunk of one head, before any state is known. The inverse is that of I + A, A_ij = D_ij
-// beta_j k_i . k_j for j < i.
+// beta_j k_i . k_j for j < i. Rows are in planes, as split_rows.cuh has them.
 struct alignas(16) Prepared {
   float inverse[kChunk * kChunk];
   float scores[kChunk * kChunk];  // D_ij beta_j q_i . k_j
@@ -31,10 +31,30 @@ struct alignas(16) Prepared {
 struct SpaceArgs {
   Prepared* prepared;
   float* misses;  // rows of e = v - k^T R, padded
-  float* states;  // before each chunk, transposed: V rows of K, padded
+  float* states;  // before each chunk, in blocks of kStateBlock
   float* late;    // gradients of the states after each chunk, likewise
   long long slots;
 };
+
+// 16 columns and 16 rows of a state in planes, high and low. Each plane has 4 tiles of 8 x 8 as mma
+// leaves a sum, a word a lane: columns 0 to 7, 8 to 15 of rows 0 to 7, then those of rows 8 to 15.
+// Blocks lie column by column.
+constexpr int kStateBlock = 256;  // floats
+
+__device__ __forceinline__ void put_state(float* block, const Split& x, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    block[i * 32 + lane] = __uint_as_float(x.high[i]);
+    block[128 + i * 32 + lane] = __uint_as_float(x.low[i]);
+  }
+}
+// As a right factor, with sums over columns.
+__device__ __forceinline__ Split load_state(const float* block, int lane) {
+  Split x;
+  ldmatrix_x4<true>(x.high, block + 4 * lane);
+  ldmatrix_x4<true>(x.low, block + 128 + 4 * lane);
+  return x;
+}
 
 using SlotChunk = ChunkInSlot<kChunk>;
 

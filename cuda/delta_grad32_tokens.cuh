@@ -16,9 +16,8 @@ struct TokenShape : HeadShape<K, V> {
   static constexpr int kValueRow = Head::kValues + kPad;
   static constexpr int kOwn = (Head::kRowTiles + kSides - 1) / kSides;  // tiles of 16 rows of K
   static constexpr int kRowsOfK = kChunk * Head::kKeyRow, kRowsOfV = kChunk * kValueRow;
-  static constexpr int kState = Head::kValues * Head::kKeyRow;
   static constexpr int kPairs = kChunk * kPairRow;
-  static constexpr int kNumbers = 2 * kRowsOfK + 3 * kRowsOfV + 2 * kState + 3 * kPairs;
+  static constexpr int kNumbers = 2 * kRowsOfK + 3 * kRowsOfV + 2 * Head::kState + 3 * kPairs;
 };
 
 struct TokenSums {
@@ -33,17 +32,26 @@ struct TokenSums {
 template <int K, int V>
 constexpr int kTokenBytes = 4 * TokenShape<K, V>::kNumbers + static_cast<int>(sizeof(TokenSums));
 
+// Rows of a chunk into shared memory, kCols numbers each, padded.
+template <int kCols, bool kWide>
+__device__ __forceinline__ void fetch_rows(float* to, const float* from, long long stride,
+                                           int rows) {
+  constexpr int kPadded = (kCols + 15) / 16 * 16;
+  copy_rows<kChunk, kPadded, kPadded + kPad, kWide>(to, from, stride, rows, kCols, threadIdx.x,
+                                                    kTokenThreads);
+}
+
 template <int K, int V, bool kDirect>
 struct TokenGradients {
   using S = TokenShape<K, V>;
   const CallArgs& a;
   const GradArgs& g;
   const SlotChunk& chunk;
-  long long h;  // head
-  const float *q, *k, *dy, *de, *e;
-  const float *states, *late;  // transposed
-  const float* products;       // D_ij
-  float* pairs;                // D_ij beta_j d_i . e_j, of reads by q and by k
+  long long h;                       // head
+  const float *q, *k, *dy, *de, *e;  // in planes
+  const float *states, *late;        // in blocks of kStateBlock
+  const float* products;             // D_ij
+  float* pairs;                      // D_ij beta_j d_i . e_j, of reads by q and by k, in planes
   TokenSums& sums;
   int warp, lane;
   float scale;
@@ -78,15 +86,15 @@ struct TokenGradients {
 #pragma unroll 1
     for (int v = 0; v < S::kValueTiles; v++) {
       const int at = r() * kBlock * S::kValueRow + v * 16;
-      const Factor by_q = load_left(dy + at, S::kValueRow, lane);
-      const Factor by_k = load_left(de + at, S::kValueRow, lane);
-      const Factor wrote = load_left(e + at, S::kValueRow, lane);
+      const Split by_q = load_left(dy + at, S::kValueRow, lane);
+      const Split by_k = load_left(de + at, S::kValueRow, lane);
+      const Split wrote = load_left(e + at, S::kValueRow, lane);
       own_tiles([&](int m, int tile) {
-        const int from = v * 16 * S::kKeyRow + tile * 16;
-        const Factor state = load_right(states + from, S::kKeyRow, lane);
+        const int from = (v * S::kRowTiles + tile) * kStateBlock;
+        const Split state = load_state(states + from, lane);
         multiply(dq[m], by_q, state);
         multiply(dk[m], by_k, state);
-        multiply(ge[m], wrote, load_right(late + from, S::kKeyRow, lane));
+        multiply(ge[m], wrote, load_state(late + from, lane));
       });
     }
     own_tiles([&](int m, int tile) {
@@ -106,11 +114,13 @@ struct TokenGradients {
     put_inner(sums.edge, edge);
     float corner = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < S::kValues * S::kKeys / 4; i += kTokenThreads) {
-      const int at = i / (S::kKeys / 4) * S::kKeyRow + i % (S::kKeys / 4) * 4;
-      const float4 x = *reinterpret_cast<const float4*>(states + at);
-      const float4 y = *reinterpret_cast<const float4*>(late + at);
-      corner += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+    for (int i = threadIdx.x; i < S::kState / 2; i += kTokenThreads) {
+      const int at = i / 128 * kStateBlock + i % 128;
+      const float2 x =
+          SplitPair{__float_as_uint(states[at]), __float_as_uint(states[at + 128])}.value();
+      const float2 y =
+          SplitPair{__float_as_uint(late[at]), __float_as_uint(late[at + 128])}.value();
+      corner += x.x * y.x + x.y * y.y;
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) corner += __shfl_xor_sync(0xffffffffu, corner, step);
@@ -151,19 +161,24 @@ struct TokenGradients {
         } else {
           term = with = 0;
         }
-        pairs[by_k * S::kPairs + at * kPairRow + j] = with;
       }
       put_column(sums.for_beta[warp], j, column);
     }
-    Factor left;
+    Split left;
+    left.set(agree);
+    float* const own = pairs + by_k * S::kPairs;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int at = row(i % 2 * 2) * kPairRow;
+      put_pair(own + at, c * kBlock + col(i / 2, 0), {left.high[i], left.low[i]});
+    }
     left.set(terms);
 #pragma unroll 1
     for (int s = 0; s < kBlocks; s++) {
       float y[2][4] = {};
       if (s >= c && s <= r)
-        multiply(
-            y, left,
-            load_right_transposed(products + s * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+        multiply(y, left,
+                 split_right_transposed(products + s * kBlock * kPairRow + c * kBlock, kPairRow));
 #pragma unroll
       for (int i = 0; i < 8; i += i % 4 == 1 ? 3 : 1) {
         const int n = s * kBlock + col(i / 4, i);
@@ -185,17 +200,17 @@ struct TokenGradients {
       const float* const above = pairs + c * kBlock * kPairRow + r() * kBlock;
       const int from = c * kBlock * S::kKeyRow;
       if (c <= r()) {
-        const Factor by_q = load_left(below, kPairRow, lane);
-        const Factor by_k = load_left(below + S::kPairs, kPairRow, lane);
+        const Split by_q = load_left(below, kPairRow, lane);
+        const Split by_k = load_left(below + S::kPairs, kPairRow, lane);
         own_tiles([&](int m, int tile) {
-          const Factor keys = load_right(k + from + tile * 16, S::kKeyRow, lane);
+          const Split keys = load_right(k + from + tile * 16, S::kKeyRow, lane);
           multiply(dq[m], by_q, keys);
           multiply(dk[m], by_k, keys);
         });
       }
       if (c >= r()) {
-        const Factor of_q = load_left_transposed(above, kPairRow, lane);
-        const Factor of_k = load_left_transposed(above + S::kPairs, kPairRow, lane);
+        const Split of_q = load_left_transposed(above, kPairRow, lane);
+        const Split of_k = load_left_transposed(above + S::kPairs, kPairRow, lane);
         own_tiles([&](int m, int tile) {
           multiply(dk[m], of_k, load_right(k + from + tile * 16, S::kKeyRow, lane));
           multiply(dk[m], of_q, load_right(q + from + tile * 16, S::kKeyRow, lane));
@@ -268,9 +283,10 @@ struct TokenGradients {
   __device__ __forceinline__ void add_inner(float (&inner)[2], float sign, const float* rows,
                                             const float (&x)[2][4], int tile) const {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      inner[i / 2 % 2] +=
-          sign * rows[row(i) * S::kKeyRow + tile * 16 + col(i / 4, i)] * x[i / 4][i % 4];
+    for (int i = 0; i < 8; i += 2) {
+      const float2 two = load_pair(rows + row(i) * S::kKeyRow + tile * 16, col(i / 4, 0)).value();
+      inner[i / 2 % 2] += sign * (two.x * x[i / 4][i % 4] + two.y * x[i / 4][i % 4 + 1]);
+    }
   }
   __device__ __forceinline__ void put_inner(float (&to)[kSides][kChunk], float (&inner)[2]) const {
 #pragma unroll
@@ -285,6 +301,19 @@ struct TokenGradients {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) column += __shfl_xor_sync(0xffffffffu, column, step);
     if (lane < 4) to[at] = column;
+  }
+  // The transposed block of plain numbers as a right factor.
+  __device__ __forceinline__ Split split_right_transposed(const float* block, int row) const {
+    Split x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 two = *reinterpret_cast<const float2*>(block + (i / 2 * 8 + lane / 4) * row +
+                                                          i % 2 * 8 + lane % 4 * 2);
+      SplitPair both;
+      both.set(two.x, two.y);
+      x.high[i] = both.high, x.low[i] = both.low;
+    }
+    return x;
   }
   __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const float* rows,
                                                 const float* columns, int length, int tiles) const {

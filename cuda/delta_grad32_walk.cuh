@@ -27,25 +27,26 @@ struct Walker {
           lane / 4 + i / 2 % 2 * 8);
   }
 
-  // E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j k_j e_j^T.
+  // The state as it was goes to `saved`, from its block of these columns on, where that is not
+  // null. E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j k_j e_j^T.
   __device__ __forceinline__ void forward(ChunkColumns& e, const float* k, const float* v,
-                                          const float* inverse, const ChunkWeights& weights) {
+                                          const float* inverse, const ChunkWeights& weights,
+                                          float* saved) {
     ChunkColumns rest;
-    read(rest, k);
+    read(rest, k, saved);
     combine(rest);
 #pragma unroll
-    for (int b = 0; b < kBlocks; b++) {
-      float vt[2][4];
-      load_sum_transposed(vt, v + b * kBlock * S::kValueRow, S::kValueRow, lane);
+    for (int b = 0; b < kBlocks; b++)
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        rest[b][i / 4][i % 4] =
-            vt[i / 4][i % 4] - weights.from_start[token(b, i)] * rest[b][i / 4][i % 4];
-    }
+      for (int i = 0; i < 8; i++) {
+        const int t = token(b, i);
+        rest[b][i / 4][i % 4] = v[t * S::kValueRow + lane / 4 + i / 2 % 2 * 8] -
+                                weights.from_start[t] * rest[b][i / 4][i % 4];
+      }
     zero(e);
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {
-      Factor left;
+      Split left;
       left.set(rest[c]);
 #pragma unroll
       for (int r = c; r < kBlocks; r++)
@@ -56,31 +57,30 @@ struct Walker {
     float added[S::kOwnTiles][2][4] = {};
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
-      Factor left;
+      float wrote[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        left.set(i / 4, i % 4,
-                 weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4]);
+        wrote[i / 4][i % 4] =
+            weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4];
+      Split left;
+      left.set(wrote);
       add_rows(added, left, k + b * kBlock * S::kKeyRow);
     }
     advance(added, weights.whole);
   }
 
   // dE = inverse^T (P^T dY + diag(to_end beta) K G);
-  // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T).
+  // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T), rows of q times up scale d_i.
   __device__ __forceinline__ void back(ChunkColumns& de, const float* k, const float* q,
                                        const float* dy, const float* inverse, const float* scores,
-                                       const ChunkWeights& weights, float scale) {
+                                       const ChunkWeights& weights, float scale, float* saved) {
     ChunkColumns sum, read_by_y;
-    read(sum, k);
+    read(sum, k, saved);
     zero(read_by_y);
 #pragma unroll
     for (int turn = 0; turn < kBlocks / S::kParts; turn++) {
       const int b = turn + part;  // of two blocks of rows the part's own
-      float dyt[2][4];
-      load_sum_transposed(dyt, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
-      Factor left;
-      left.set(dyt);
+      const Split left = load_left_transposed(dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
       const float* const own = scores + b * kBlock * kPairRow;
       multiply(read_by_y[0], left, load_right(own, kPairRow, lane));
       if (b == 1) multiply(read_by_y[1], left, load_right(own + kBlock, kPairRow, lane));
@@ -96,7 +96,7 @@ struct Walker {
     zero(de);
 #pragma unroll
     for (int r = 0; r < kBlocks; r++) {
-      Factor left;
+      Split left;
       left.set(sum[r]);
 #pragma unroll
       for (int c = 0; c <= r; c++)
@@ -107,20 +107,17 @@ struct Walker {
     float added[S::kOwnTiles][2][4] = {};
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
-      float dyt[2][4];
-      load_sum_transposed(dyt, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
-      Factor left;
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        left.set(i / 4, i % 4, up * scale * weights.from_start[token(b, i)] * dyt[i / 4][i % 4]);
+      Split left = load_left_transposed(dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
       add_rows(added, left, q + b * kBlock * S::kKeyRow);
+      float missed[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        left.set(i / 4, i % 4, -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4]);
+        missed[i / 4][i % 4] = -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4];
+      left.set(missed);
       add_rows(added, left, k + b * kBlock * S::kKeyRow);
     }
     advance(added, up * weights.whole);
-    each([=](float& s, int, int) { s = exact_product(1 / up, s); });
+    if (up != 1) each([=](float& s, int, int) { s = exact_product(1 / up, s); });
   }
 
   // The part's tokens of the columns of a chunk as rows of `columns` numbers, of which `tokens`
@@ -139,18 +136,6 @@ struct Walker {
         const unsigned next = __float_as_uint(e[kBlocks - 1][i / 4][i % 4]) & second;
         to[t * stride + col] = __uint_as_float(own | next);
       }
-  }
-
-  // Part of 16 rows of the transposed state, S::kKeys numbers each.
-  __device__ __forceinline__ void save(float* to) const {
-#pragma unroll
-    for (int n = 0; n < S::kOwnTiles; n++)
-      if (real(n))
-#pragma unroll
-        for (int i = 0; i < 8; i += 2)
-          *reinterpret_cast<float2*>(to + (lane / 4 + i / 2 % 2 * 8) * S::kKeys + tile(n) * 16 +
-                                     i / 4 * 8 +
-                                     lane % 4 * 2) = {x[n][i / 4][i % 4], x[n][i / 4][i % 4 + 1]};
   }
 
  private:
@@ -186,13 +171,14 @@ struct Walker {
   }
 
   // d = (K x)^T
-  __device__ __forceinline__ void read(ChunkColumns& d, const float* k) const {
+  __device__ __forceinline__ void read(ChunkColumns& d, const float* k, float* saved) const {
     zero(d);
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++) {
       if (!real(n)) continue;
-      Factor left;
+      Split left;
       left.set(x[n]);
+      if (saved) put_state(saved + tile(n) * kStateBlock, left, lane);
 #pragma unroll
       for (int b = 0; b < kBlocks; b++)
         multiply(
@@ -201,7 +187,7 @@ struct Walker {
     }
   }
   // added += left (16 rows in shared memory)
-  __device__ __forceinline__ void add_rows(float (&added)[S::kOwnTiles][2][4], const Factor& left,
+  __device__ __forceinline__ void add_rows(float (&added)[S::kOwnTiles][2][4], const Split& left,
                                            const float* rows) const {
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++)
