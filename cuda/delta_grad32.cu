@@ -42,8 +42,7 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
   static_assert(sizeof(Copier) <= kCopierBytes, "its place");
   Copier& copier = *reinterpret_cast<Copier*>(shared + S::kCopierAt);
   if (threadIdx.x == 0)
-    copier = {shared,
-              head_rows(a.k, a.k_stride, b, start, hq),
+    copier = {head_rows(a.k, a.k_stride, b, start, hq),
               head_rows(a.q, a.q_stride, b, start, hq),
               values,
               space.prepared + entry,
@@ -61,11 +60,11 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
               back ? space.late : space.states,
               static_cast<float>(a.scale)};
   __syncthreads();
-  if (chunks > 0) copier.fetch_weights(0);
+  if (chunks > 0) copier.fetch_weights(shared, 0);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
-  for (int i = 0; i < kStages - 1; i++) copier.fetch(i);
+  for (int i = 0; i < kStages - 1; i++) copier.fetch(shared, i);
 
   const int group = warp / S::kParts, own0 = group * 16, value_tile = col0 / 16 + group;
   Walker<S> walker;
@@ -82,12 +81,12 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
     s = first && row < K && own0 + col < cols ? at[row * stride[2] + col * stride[3]] : 0.f;
   });
   for (int i = 0; i < copier.chunks; i++) {
-    copier.turn(i);
+    copier.turn(shared, i);
     const int c = copier.chunk(i);
-    const float* const k = copier.stage(i);
+    const float* const k = copier.stage(shared, i);
     const float* const values = k + S::kValuesAt + own0;
     const float* const inverse = k + S::kPairsAt;
-    const ChunkWeights& weights = *reinterpret_cast<const ChunkWeights*>(copier.weights(i));
+    const ChunkWeights& weights = *reinterpret_cast<const ChunkWeights*>(copier.weights(shared, i));
     const long long at_entry = copier.entry + c * a.H;
     const bool real = V % kBlockCols == 0 || value_tile < S::kValueTiles;
     float* const saved = copier.states + at_entry * S::kState +
@@ -169,11 +168,11 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   }
   cp_async_wait<1>();
   if (!kWide) __syncthreads();  // others have brought what is split here
-  split_rows<kChunk, S::kKeys, S::kKeyRow>(q, threadIdx.x, kTokenThreads);
-  split_rows<kChunk, S::kKeys, S::kKeyRow>(k, threadIdx.x, kTokenThreads);
-  if (g.dy) split_rows<kChunk, S::kValues, S::kValueRow>(dy, threadIdx.x, kTokenThreads);
-  split_rows<kChunk, S::kValues, S::kValueRow>(de, threadIdx.x, kTokenThreads);
-  split_rows<kChunk, S::kValues, S::kValueRow>(e, threadIdx.x, kTokenThreads);
+  split_rows<kChunk, S::kKeys, S::kKeyRow, kTokenThreads>(q, threadIdx.x);
+  split_rows<kChunk, S::kKeys, S::kKeyRow, kTokenThreads>(k, threadIdx.x);
+  if (g.dy) split_rows<kChunk, S::kValues, S::kValueRow, kTokenThreads>(dy, threadIdx.x);
+  split_rows<kChunk, S::kValues, S::kValueRow, kTokenThreads>(de, threadIdx.x);
+  split_rows<kChunk, S::kValues, S::kValueRow, kTokenThreads>(e, threadIdx.x);
   __syncthreads();
   own.pair_up();
   cp_async_wait<0>();

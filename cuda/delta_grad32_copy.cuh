@@ -35,7 +35,6 @@ struct WalkShape : HeadShape<K, V> {
 // memory: what it holds would take the registers of every thread.
 template <class S, int K, int kBlockCols, int kStages, bool kWide>
 struct ChunkCopier {
-  float* stages;
   const float *k, *q, *values;  // of the first token; values may be null
   const Prepared* prepared;     // of the first chunk
   long long k_stride, q_stride, value_stride, tokens, prepared_stride;
@@ -46,67 +45,69 @@ struct ChunkCopier {
   float scale;
 
   __device__ __forceinline__ int chunk(int i) const { return back ? chunks - 1 - i : i; }
-  __device__ __forceinline__ float* stage(int i) const { return stages + i % kStages * S::kStage; }
-  __device__ __forceinline__ float* weights(int i) const {  // of the chunk of turn i
-    return stages + S::kWeightsAt + i % (kStages + 1) * S::kWeights;
+  static __device__ __forceinline__ float* stage(float* shared, int i) {
+    return shared + i % kStages * S::kStage;
   }
-  __device__ __forceinline__ void fetch_weights(int i) const {
+  static __device__ __forceinline__ float* weights(float* shared,
+                                                   int i) {  // of the chunk of turn i
+    return shared + S::kWeightsAt + i % (kStages + 1) * S::kWeights;
+  }
+  __device__ __forceinline__ void fetch_weights(float* shared, int i) const {
     const int thread = threadIdx.x - first_thread;
     const float* const from =
         reinterpret_cast<const float*>(&prepared[chunk(i) * prepared_stride].weights);
     for (int e = 4 * thread; e < S::kWeights; e += 4 * S::kThreads)
-      cp_async<16>(weights(i) + e, from + e);
+      cp_async<16>(weights(shared, i) + e, from + e);
   }
 
   // The chunk of turn i, and weights of the one that comes after it.
-  __device__ __forceinline__ void fetch(int i) const {
-    constexpr int kThreads = S::kThreads;
+  __device__ __forceinline__ void fetch(float* shared, int i) const {
     const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
     if (i < chunks) {
       const int c = chunk(i);
-      float* const stage = this->stage(i);
+      float* const stage = this->stage(shared, i);
       const long long t = static_cast<long long>(c) * kChunk;
       const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
-      copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide>(stage, k + t * k_stride, k_stride, rows, K,
-                                                     thread, kThreads);
+      copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(stage, k + t * k_stride, k_stride,
+                                                                  rows, K, thread);
       if (back)
-        copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide>(stage + S::kRowsOfK, q + t * q_stride,
-                                                       q_stride, rows, K, thread, kThreads);
+        copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(
+            stage + S::kRowsOfK, q + t * q_stride, q_stride, rows, K, thread);
       if (values)
-        copy_rows<kChunk, kBlockCols, S::kValueRow, kWide>(stage + S::kValuesAt,
-                                                           values + t * value_stride, value_stride,
-                                                           rows, cols, thread, kThreads);
+        copy_rows<kChunk, kBlockCols, S::kValueRow, kWide, S::kThreads>(
+            stage + S::kValuesAt, values + t * value_stride, value_stride, rows, cols, thread);
       const Prepared& from = prepared[c * prepared_stride];
-      copy_rows<kChunk, kChunk, kPairRow, true>(stage + S::kPairsAt, from.inverse, kChunk, kChunk,
-                                                kChunk, thread, kThreads);
+      float* const pairs = stage + S::kPairsAt;
+      copy_rows<kChunk, kChunk, kPairRow, true, S::kThreads>(pairs, from.inverse, kChunk, kChunk,
+                                                             kChunk, thread);
       if (back)
-        copy_rows<kChunk, kChunk, kPairRow, true>(stage + S::kPairsAt + S::kPairs, from.scores,
-                                                  kChunk, kChunk, kChunk, thread, kThreads);
-      if (i + 1 < chunks) fetch_weights(i + 1);
+        copy_rows<kChunk, kChunk, kPairRow, true, S::kThreads>(pairs + S::kPairs, from.scores,
+                                                               kChunk, kChunk, kChunk, thread);
+      if (i + 1 < chunks) fetch_weights(shared, i + 1);
     }
     cp_async_commit();
   }
 
   // Rows of the chunk of turn i in planes; those of q with their share in the state's gradient.
-  __device__ __forceinline__ void split(int i) const {
+  __device__ __forceinline__ void split(float* shared, int i) const {
     const int thread = threadIdx.x - first_thread;
-    float* const k = stage(i);
-    split_rows<kChunk, S::kKeys, S::kKeyRow>(k, thread, S::kThreads);
+    float* const k = stage(shared, i);
+    split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>(k, thread);
     if (!back) return;
-    const float* const from_start = weights(i);
+    const float* const from_start = weights(shared, i);
     const float factor = scale * lift(from_start[0]);
-    split_rows<kChunk, S::kKeys, S::kKeyRow>(k + S::kRowsOfK, thread, S::kThreads,
-                                             [=](int row) { return factor * from_start[row]; });
-    if (values) split_rows<kChunk, kBlockCols, S::kValueRow>(k + S::kValuesAt, thread, S::kThreads);
+    split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>(
+        k + S::kRowsOfK, thread, [=](int row) { return factor * from_start[row]; });
+    if (values) split_rows<kChunk, kBlockCols, S::kValueRow, S::kThreads>(k + S::kValuesAt, thread);
   }
 
   // Waits for the chunk of turn i, and starts on one that comes later.
-  __device__ __forceinline__ void turn(int i) const {
+  __device__ __forceinline__ void turn(float* shared, int i) const {
     cp_async_wait<kStages - 2>();
     if (!kWide) __syncthreads();  // others have brought what is split here
-    split(i);
+    split(shared, i);
     __syncthreads();
-    fetch(i + kStages - 1);
+    fetch(shared, i + kStages - 1);
   }
 };
 

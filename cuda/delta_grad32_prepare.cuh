@@ -25,20 +25,17 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
   float *const q = shared, *const k = q + S::kRowsOfK, *const products = k + S::kRowsOfK;
   float* const errors = products + S::kPairs;  // A
   ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(errors + S::kPairs);
-  if (K % 16 != 0)  // padding
-    for (int i = threadIdx.x; i < 2 * S::kRowsOfK; i += kPrepareThreads) shared[i] = 0;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const long long item = blockIdx.x, h = item % a.H;
   const SlotChunk chunk(a, item / a.H);
   if (chunk.tokens == 0) return;
   Prepared& to = space.prepared[item];
-  __syncthreads();
-  copy_rows<kChunk, K, S::kKeyRow, kWide>(
+  copy_rows<kChunk, S::kRowTiles * 16, S::kKeyRow, kWide, kPrepareThreads>(
       q, head_rows(a.q, a.q_stride, chunk.b, chunk.first, h / a.group), a.q_stride[1], chunk.tokens,
-      K, threadIdx.x, kPrepareThreads);
-  copy_rows<kChunk, K, S::kKeyRow, kWide>(
+      K, threadIdx.x);
+  copy_rows<kChunk, S::kRowTiles * 16, S::kKeyRow, kWide, kPrepareThreads>(
       k, head_rows(a.k, a.k_stride, chunk.b, chunk.first, h / a.group), a.k_stride[1], chunk.tokens,
-      K, threadIdx.x, kPrepareThreads);
+      K, threadIdx.x);
   cp_async_commit();
   if (warp == 0) {
     weigh(weights, a, chunk, h, lane);

@@ -71,16 +71,19 @@ __device__ __forceinline__ const float* head_rows(const void* x, const long long
   return static_cast<const float*>(x) + b * stride[0] + t * stride[1] + h * stride[2];
 }
 
-// Rows into shared memory by `threads` threads: kCols numbers a row, of which `rows` and `cols` are
+// Rows into shared memory by kThreads threads: kCols numbers a row, of which `rows` and `cols` are
 // real.
-template <int kRows, int kCols, int kRow, bool kWide>
+template <int kRows, int kCols, int kRow, bool kWide, int kThreads>
 __device__ __forceinline__ void copy_rows(float* to, const float* from, long long stride, int rows,
-                                          int cols, int thread, int threads) {
-  constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep;
-  for (int e = thread; e < kRows * kSteps; e += threads) {
+                                          int cols, int thread) {
+  constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep, kCount = kRows * kSteps;
+#pragma unroll(kWide ? 4 : 1)
+  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
+    const int e = thread + turn * kThreads;
+    if (kCount % kThreads != 0 && e >= kCount) break;
     const int row = e / kSteps, at = e % kSteps * kStep;
-    const bool real = row < rows && at < cols;
-    cp_async<4 * kStep>(to + row * kRow + at, from + (real ? row * stride + at : 0),
+    const bool real = row < rows && (cols >= kCols || at < cols);
+    cp_async<4 * kStep>(to + row * kRow + at, real ? from + row * stride + at : from,
                         real ? 4 * kStep : 0);
   }
 }

@@ -37,8 +37,8 @@ template <int kCols, bool kWide>
 __device__ __forceinline__ void fetch_rows(float* to, const float* from, long long stride,
                                            int rows) {
   constexpr int kPadded = (kCols + 15) / 16 * 16;
-  copy_rows<kChunk, kPadded, kPadded + kPad, kWide>(to, from, stride, rows, kCols, threadIdx.x,
-                                                    kTokenThreads);
+  copy_rows<kChunk, kPadded, kPadded + kPad, kWide, kTokenThreads>(to, from, stride, rows, kCols,
+                                                                   threadIdx.x);
 }
 
 template <int K, int V, bool kDirect>

@@ -65,11 +65,14 @@ __device__ __forceinline__ void put_pair(float* row, int col, const SplitPair& x
 
 // Splits rows of kCols numbers, times factor(row), by whole warps: a lane takes 4 numbers, those
 // that copy_rows with 16 bytes a copy has brought in the same thread.
-template <int kRows, int kCols, int kRow, class F>
-__device__ __forceinline__ void split_rows(float* rows, int thread, int threads, F factor) {
+template <int kRows, int kCols, int kRow, int kThreads, class F>
+__device__ __forceinline__ void split_rows(float* rows, int thread, F factor) {
+  constexpr int kCount = kRows * kCols / 4;
   static_assert(kRows * kCols % 128 == 0, "whole warps");
-#pragma unroll 1
-  for (int e = thread; e < kRows * kCols / 4; e += threads) {
+#pragma unroll 2
+  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
+    const int e = thread + turn * kThreads;
+    if (kCount % kThreads != 0 && e >= kCount) break;
     const int row = e / (kCols / 4);
     float4& at = *reinterpret_cast<float4*>(rows + row * kRow + e % (kCols / 4) * 4);
     const float4 x = at;
@@ -88,7 +91,7 @@ __device__ __forceinline__ void split_rows(float* rows, int thread, int threads,
           __uint_as_float(out[3])};
   }
 }
-template <int kRows, int kCols, int kRow>
-__device__ __forceinline__ void split_rows(float* rows, int thread, int threads) {
-  split_rows<kRows, kCols, kRow>(rows, thread, threads, [](int) { return 1.f; });
+template <int kRows, int kCols, int kRow, int kThreads>
+__device__ __forceinline__ void split_rows(float* rows, int thread) {
+  split_rows<kRows, kCols, kRow, kThreads>(rows, thread, [](int) { return 1.f; });
 }
