@@ -8,9 +8,10 @@
 #include "delta_grad32_tokens.cuh"
 #include "delta_grad32_walk.cuh"
 
-// grid: 2 * N * H * ceil(V / kBlockCols), forward and back by turns. block: WalkShape::kThreads.
-// With kWide all rows of q, k, v and dy begin at multiples of 16 bytes and hold whole vectors of 4.
-// kDirect: gradients of q, k, gate and beta are not added up by finish_grad.
+// grid: 2 * N * H * ceil(V / kBlockCols), first those that go back, which have more to do, so that
+// a multiprocessor has one of each. block: WalkShape::kThreads. With kWide all rows of q, k, v and
+// dy begin at multiples of 16 bytes and hold whole vectors of 4. kDirect: gradients of q, k, gate
+// and beta are not added up by finish_grad.
 template <int K, int V, int kBlockCols, int kStages, bool kWide, bool kDirect>
 __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads, kWalkBlocks)
     delta_grad32_walk(const CallArgs a, const GradArgs g, const SpaceArgs space) {
@@ -22,8 +23,9 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
   for (int i = threadIdx.x; i < kStages * S::kStage; i += S::kThreads) shared[i] = 0;  // padding
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const bool back = blockIdx.x % 2;
-  const long long item = blockIdx.x / 2;
+  const long long half = gridDim.x / 2;
+  const bool back = blockIdx.x < half;
+  const long long item = back ? blockIdx.x : blockIdx.x - half;
   const int col0 = static_cast<int>(item % S::kColBlocks) * kBlockCols;
   const int cols = min(kBlockCols, V - col0);
   const long long nh = item / S::kColBlocks, n = nh / a.H, h = nh % a.H;

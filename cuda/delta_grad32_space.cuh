@@ -77,14 +77,18 @@ template <int kRows, int kCols, int kRow, bool kWide, int kThreads>
 __device__ __forceinline__ void copy_rows(float* to, const float* from, long long stride, int rows,
                                           int cols, int thread) {
   constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep, kCount = kRows * kSteps;
+  constexpr int kApart = kThreads % kSteps == 0 ? kThreads / kSteps : 0;  // rows, each turn
+  const float* next = from + thread / kSteps * stride + thread % kSteps * kStep;
 #pragma unroll(kWide ? 4 : 1)
   for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
     const int e = thread + turn * kThreads;
     if (kCount % kThreads != 0 && e >= kCount) break;
-    const int row = e / kSteps, at = e % kSteps * kStep;
+    const int row = kApart > 0 ? thread / kSteps + turn * kApart : e / kSteps;
+    const int at = (kApart > 0 ? thread : e) % kSteps * kStep;
+    if (kApart == 0) next = from + row * stride + at;
     const bool real = row < rows && (cols >= kCols || at < cols);
-    cp_async<4 * kStep>(to + row * kRow + at, real ? from + row * stride + at : from,
-                        real ? 4 * kStep : 0);
+    cp_async<4 * kStep>(to + row * kRow + at, real ? next : from, real ? 4 * kStep : 0);
+    next += kApart * stride;
   }
 }
 
