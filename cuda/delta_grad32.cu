@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
     ChunkColumns x;
     if (copier.back) {
       walker.back(x, k, k + S::kRowsOfK, values, inverse, inverse + S::kPairs, weights,
-                  copier.scale, real ? saved : nullptr);
+                  real ? saved : nullptr);
       const long long t = static_cast<long long>(c) * kChunk;
       const int tokens = static_cast<int>(min(copier.tokens - t, static_cast<long long>(kChunk)));
       walker.put(copier.dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,

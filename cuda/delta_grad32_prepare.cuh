@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 
   const int r = warp % kBlocks;
   const bool of_k = warp / kBlocks;
+  const float scale = of_k ? 1.f : static_cast<float>(a.scale);
   float sum[kBlocks][2][4] = {};
   for (int i = 0; i < S::kRowTiles; i++) {
     const Factor left =
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 #pragma unroll
       for (int side = 0; side < 2; side++) {
         const int j = first + side;
-        const float weight = products[at * kPairRow + j] * weights.beta[j];
+        const float weight = products[at * kPairRow + j] * weights.beta[j] * scale;
         x[side] = j + of_k <= at ? weight * sum[c][i / 4][i % 4 + side] : 0.f;
       }
       if (of_k) {

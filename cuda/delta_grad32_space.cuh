@@ -23,7 +23,7 @@ struct ChunkWeights {
 // beta_j k_i . k_j for j < i. Rows are in planes, as split_rows.cuh has them.
 struct alignas(16) Prepared {
   float inverse[kChunk * kChunk];
-  float scores[kChunk * kChunk];  // D_ij beta_j q_i . k_j
+  float scores[kChunk * kChunk];  // scale D_ij beta_j q_i . k_j
   ChunkWeights weights;
 };
 

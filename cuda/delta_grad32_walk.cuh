@@ -4,6 +4,8 @@
 #pragma once
 #include "delta_grad32_space.cuh"
 
+constexpr bool kWhole = true;  // products: errors go from chunk to chunk, and memory is slower
+
 // 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
 using ChunkColumns = float[kBlocks][2][4];
 
@@ -50,7 +52,7 @@ struct Walker {
       left.set(rest[c]);
 #pragma unroll
       for (int r = c; r < kBlocks; r++)
-        multiply(
+        multiply<kWhole>(
             e[r], left,
             load_right_transposed(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
     }
@@ -73,25 +75,22 @@ struct Walker {
   // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T), rows of q times up scale d_i.
   __device__ __forceinline__ void back(ChunkColumns& de, const float* k, const float* q,
                                        const float* dy, const float* inverse, const float* scores,
-                                       const ChunkWeights& weights, float scale, float* saved) {
-    ChunkColumns sum, read_by_y;
+                                       const ChunkWeights& weights, float* saved) {
+    ChunkColumns sum;
     read(sum, k, saved);
-    zero(read_by_y);
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        sum[b][i / 4][i % 4] *= weights.to_end[token(b, i)] * weights.beta[token(b, i)];
 #pragma unroll
     for (int turn = 0; turn < kBlocks / S::kParts; turn++) {
       const int b = turn + part;  // of two blocks of rows the part's own
       const Split left = load_left_transposed(dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
       const float* const own = scores + b * kBlock * kPairRow;
-      multiply(read_by_y[0], left, load_right(own, kPairRow, lane));
-      if (b == 1) multiply(read_by_y[1], left, load_right(own + kBlock, kPairRow, lane));
+      multiply<kWhole>(sum[0], left, load_right(own, kPairRow, lane));
+      if (b == 1) multiply<kWhole>(sum[1], left, load_right(own + kBlock, kPairRow, lane));
     }
-#pragma unroll
-    for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        sum[b][i / 4][i % 4] = scale * read_by_y[b][i / 4][i % 4] + weights.to_end[token(b, i)] *
-                                                                        weights.beta[token(b, i)] *
-                                                                        sum[b][i / 4][i % 4];
     combine(sum);
     zero(de);
 #pragma unroll
@@ -100,8 +99,8 @@ struct Walker {
       left.set(sum[r]);
 #pragma unroll
       for (int c = 0; c <= r; c++)
-        multiply(de[c], left,
-                 load_right(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+        multiply<kWhole>(de[c], left,
+                         load_right(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
     }
     const float up = lift(weights.from_start[0]);
     float added[S::kOwnTiles][2][4] = {};
@@ -181,7 +180,7 @@ struct Walker {
       if (saved) put_state(saved + tile(n) * kStateBlock, left, lane);
 #pragma unroll
       for (int b = 0; b < kBlocks; b++)
-        multiply(
+        multiply<kWhole>(
             d[b], left,
             load_right_transposed(k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow, lane));
     }
@@ -191,7 +190,8 @@ struct Walker {
                                            const float* rows) const {
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++)
-      if (real(n)) multiply(added[n], left, load_right(rows + tile(n) * 16, S::kKeyRow, lane));
+      if (real(n))
+        multiply<kWhole>(added[n], left, load_right(rows + tile(n) * 16, S::kKeyRow, lane));
   }
   __device__ __forceinline__ void advance(const float (&added)[S::kOwnTiles][2][4], float whole) {
 #pragma unroll

@@ -6,8 +6,10 @@
 #pragma once
 #include "fragments.cuh"
 
-// d += a b
+// d += a b, with kWhole low low too
+template <bool kWhole = false>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const Split& a, const Split& b) {
+  if (kWhole) multiply(d, a.low, b.low);
   multiply(d, a.low, b.high);
   multiply(d, a.high, b.low);
   multiply(d, a.high, b.high);
