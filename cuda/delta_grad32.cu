@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   fetch_rows<V, kWide>(de, head_rows(a.y, a.y_stride, b, t, h), a.y_stride[1], chunk.tokens);
   fetch_rows<S::kValues, true>(e, space.misses + item * (kChunk * S::kValues), S::kValues, kChunk);
   cp_async_commit();
+#pragma unroll 4
   for (int i = 4 * threadIdx.x; i < S::kState; i += 4 * kTokenThreads) {
     cp_async<16>(states + i, space.states + item * S::kState + i);
     cp_async<16>(late + i, space.late + item * S::kState + i);

@@ -78,11 +78,8 @@ struct ChunkCopier {
             stage + S::kValuesAt, values + t * value_stride, value_stride, rows, cols, thread);
       const Prepared& from = prepared[c * prepared_stride];
       float* const pairs = stage + S::kPairsAt;
-      copy_rows<kChunk, kChunk, kPairRow, true, S::kThreads>(pairs, from.inverse, kChunk, kChunk,
-                                                             kChunk, thread);
-      if (back)
-        copy_rows<kChunk, kChunk, kPairRow, true, S::kThreads>(pairs + S::kPairs, from.scores,
-                                                               kChunk, kChunk, kChunk, thread);
+      copy_pairs<S::kThreads>(pairs, from.inverse, thread);
+      if (back) copy_pairs<S::kThreads>(pairs + S::kPairs, from.scores, thread);
       if (i + 1 < chunks) fetch_weights(shared, i + 1);
     }
     cp_async_commit();

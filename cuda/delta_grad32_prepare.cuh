@@ -17,7 +17,7 @@ struct PrepareShape {
 
 // grid: slots * H. block: kPrepareThreads.
 template <int K, bool kWide>
-__global__ void __launch_bounds__(kPrepareThreads, 3)
+__global__ void __launch_bounds__(kPrepareThreads, 5)
     delta_grad32_prepare(const CallArgs a, const SpaceArgs space) {
   using S = PrepareShape<K>;
   static_assert(!kWide || K % 4 == 0, "rows of whole vectors");
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
       }
       if (of_k) {
         *reinterpret_cast<float2*>(errors + at * kPairRow + first) = {x[0], x[1]};
-      } else {
+      } else if (c <= r) {
         SplitPair both;
         both.set(x[0], x[1]);
         put_pair(to.scores + at * kChunk, first, both);
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
       const float other = __shfl_xor_sync(0xffffffffu, x[i], 1);
       SplitPair both;
       both.set(lane % 2 ? other : x[i], lane % 2 ? x[i] : other);
-      to.inverse[i * kChunk + at] = __uint_as_float(lane % 2 ? both.low : both.high);
+      if (i >= kBlock || lane < kBlock)
+        to.inverse[i * kChunk + at] = __uint_as_float(lane % 2 ? both.low : both.high);
     }
   } else {
     const float* const from = reinterpret_cast<const float*>(&weights);

@@ -20,7 +20,8 @@ struct ChunkWeights {
 };
 
 // Of one chunk of one head, before any state is known. The inverse is that of I + A, A_ij = D_ij
-// beta_j k_i . k_j for j < i. Rows are in planes, as split_rows.cuh has them.
+// beta_j k_i . k_j for j < i. Rows are in planes, as split_rows.cuh has them; the block of 16 x 16
+// above the diagonal is left out.
 struct alignas(16) Prepared {
   float inverse[kChunk * kChunk];
   float scores[kChunk * kChunk];  // scale D_ij beta_j q_i . k_j
@@ -89,6 +90,18 @@ __device__ __forceinline__ void copy_rows(float* to, const float* from, long lon
     const bool real = row < rows && (cols >= kCols || at < cols);
     cp_async<4 * kStep>(to + row * kRow + at, real ? next : from, real ? 4 * kStep : 0);
     next += kApart * stride;
+  }
+}
+
+// Pairs of tokens of Prepared into shared memory, but the block above the diagonal.
+template <int kThreads>
+__device__ __forceinline__ void copy_pairs(float* to, const float* from, int thread) {
+  constexpr int kSteps = kChunk / 4, kCount = kChunk * kSteps;
+#pragma unroll 4
+  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
+    const int e = thread + turn * kThreads, row = e / kSteps, at = e % kSteps * 4;
+    if (e < kCount && (row >= kBlock || at < kBlock))
+      cp_async<16>(to + row * kPairRow + at, from + 4 * e);
   }
 }
 

@@ -317,7 +317,7 @@ struct TokenGradients {
   }
   __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const float* rows,
                                                 const float* columns, int length, int tiles) const {
-#pragma unroll 1
+#pragma unroll 2
     for (int i = 0; i < tiles; i++)
       multiply(d, load_left(rows + i * 16, length, lane),
                load_right_transposed(columns + i * 16, length, lane));
