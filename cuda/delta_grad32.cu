@@ -182,6 +182,7 @@ __global__ void __launch_bounds__(kTokenThreads, 2)
   __syncthreads();
   own.read_states();
   __syncthreads();
-  if (warp == kPairWarps) own.put_scalars();  // which has had the least to do
+  if (warp == kPairWarps)
+    put_scalars<kDirect>(a, g, chunk, h, sums, lane);  // which has had the least to do
   own.finish();
 }
