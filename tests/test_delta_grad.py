@@ -299,7 +299,7 @@ PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state; ga
     "delta_grad": [Case(72, 24, T=200), Case(32, 32, T=140, prepare=soaring, gate="random")],
     "delta_grad32": [
         Case(40, 24, T=100, dtype="float32"),
-        Case(17, 3, T=65, wide=False, dtype="float32"),
+        Case(17, 33, T=65, wide=False, dtype="float32"),
     ],
 }
 
