@@ -13,7 +13,8 @@
 // dy begin at multiples of 16 bytes and hold whole vectors of 4. kDirect: gradients of q, k, gate
 // and beta are not added up by finish_grad.
 template <int K, int V, int kBlockCols, int kStages, bool kWide, bool kDirect>
-__global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads, kWalkBlocks)
+__global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads,
+                                  kStages > 2 ? 1 : kWalkBlocks)
     delta_grad32_walk(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = WalkShape<K, V, kBlockCols, kStages>;
   static_assert(kBlockCols % 16 == 0, "a warp has 16 columns");

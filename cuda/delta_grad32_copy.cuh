@@ -4,7 +4,7 @@
 
 constexpr int kCopierBytes = 144;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10)
-constexpr int kWalkBlocks = 2;  // for which there is shared memory
+constexpr int kWalkBlocks = 2;  // for which there is shared memory, with two stages
 #else
 constexpr int kWalkBlocks = 1;
 #endif
