@@ -1,8 +1,8 @@
 // Gradients of the delta rule in chunks of 32 tokens on tensor cores, for float32; the equations
 // are those of delta_grad.cu. Factors are split in two numbers of bfloat16 (split_rows.cuh), and in
-// two of TF32 where a chunk is prepared. delta_grad32_prepare makes the inverse and P of all
-// chunks; delta_grad32_walk goes through the chunks for S and E, and in other blocks back for G and
-// dE; delta_grad32_tokens makes the rest, all chunks at once.
+// two of TF32 where a chunk is prepared and in walks where it is strained. delta_grad32_prepare
+// makes the inverse and P of all chunks; delta_grad32_walk goes through the chunks for S and E, and
+// in other blocks back for G and dE; delta_grad32_tokens makes the rest, all chunks at once.
 #include "delta_grad32_copy.cuh"
 #include "delta_grad32_prepare.cuh"
 #include "delta_grad32_tokens.cuh"
@@ -96,14 +96,27 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
                          static_cast<long long>(value_tile) * S::kRowTiles * kStateBlock;
     ChunkColumns x;
     if (copier.back) {
-      walker.back(x, k, k + S::kRowsOfK, values, inverse, inverse + S::kPairs, weights,
-                  real ? saved : nullptr);
+      const float* const q = k + S::kRowsOfK;
+      const float* const scores = inverse + S::kPairs;
+      if (weights.strained)
+        walker.anew([&](Walker<S>& own) {
+          own.template back<true>(x, k, q, values, inverse, scores, weights, real ? saved : nullptr,
+                                  copier.scale);
+        });
+      else
+        walker.template back<false>(x, k, q, values, inverse, scores, weights,
+                                    real ? saved : nullptr, copier.scale);
       const long long t = static_cast<long long>(c) * kChunk;
       const int tokens = static_cast<int>(min(copier.tokens - t, static_cast<long long>(kChunk)));
       walker.put(copier.dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,
                  copier.cols - own0);
     } else {
-      walker.forward(x, k, values, inverse, weights, real ? saved : nullptr);
+      if (weights.strained)
+        walker.anew([&](Walker<S>& own) {
+          own.template forward<true>(x, k, values, inverse, weights, real ? saved : nullptr);
+        });
+      else
+        walker.template forward<false>(x, k, values, inverse, weights, real ? saved : nullptr);
       if (real)
         walker.put(space.misses + at_entry * (kChunk * S::kValues) + value_tile * 16, S::kValues, x,
                    kChunk, 16);

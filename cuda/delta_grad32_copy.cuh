@@ -52,6 +52,9 @@ struct ChunkCopier {
                                                    int i) {  // of the chunk of turn i
     return shared + S::kWeightsAt + i % (kStages + 1) * S::kWeights;
   }
+  static __device__ __forceinline__ bool strained(float* shared, int i) {
+    return reinterpret_cast<const ChunkWeights*>(weights(shared, i))->strained;
+  }
   __device__ __forceinline__ void fetch_weights(float* shared, int i) const {
     const int thread = threadIdx.x - first_thread;
     const float* const from =
@@ -85,9 +88,11 @@ struct ChunkCopier {
     cp_async_commit();
   }
 
-  // Rows of the chunk of turn i in planes; those of q with their share in the state's gradient.
+  // Rows of the chunk of turn i in planes; those of q with their share in the state's gradient. A
+  // strained chunk's stay as they are.
   __device__ __forceinline__ void split(float* shared, int i) const {
     const int thread = threadIdx.x - first_thread;
+    if (strained(shared, i)) return;
     float* const k = stage(shared, i);
     split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>(k, thread);
     if (!back) return;

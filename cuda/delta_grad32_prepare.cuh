@@ -6,6 +6,13 @@
 
 constexpr int kPrepareThreads = 64 * kBlocks;
 
+// Above either a chunk is strained: sums of squares of decayed products of its keys, and of A. Keys
+// of any direction make 496 / K of the first; those that leave much of K alone make more, and
+// states grow where no key reads them.
+template <int K>
+constexpr float kMostAlike = 868.f / K;
+constexpr float kMostErrors = 16;
+
 template <int K>
 struct PrepareShape {
   static constexpr int kRowTiles = (K + 15) / 16;
@@ -14,6 +21,16 @@ struct PrepareShape {
   static constexpr int kBytes =
       4 * (2 * kRowsOfK + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
 };
+
+// Two neighbouring numbers of a row, plain or in planes.
+__device__ __forceinline__ void put(float* row, int col, float x, float y, bool plain) {
+  SplitPair both;
+  both.set(x, y);
+  if (plain)
+    *reinterpret_cast<float2*>(row + col) = {x, y};
+  else
+    put_pair(row, col, both);
+}
 
 // grid: slots * H. block: kPrepareThreads.
 template <int K, bool kWide>
@@ -48,7 +65,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
   const int r = warp % kBlocks;
   const bool of_k = warp / kBlocks;
   const float scale = of_k ? 1.f : static_cast<float>(a.scale);
-  float sum[kBlocks][2][4] = {};
+  float sum[kBlocks][2][4] = {}, alike = 0, squares = 0;
   for (int i = 0; i < S::kRowTiles; i++) {
     const Factor left =
         load_left_factor((of_k ? k : q) + r * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
@@ -65,22 +82,43 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
     for (int i = 0; i < 8; i += 2) {
       const int at = r * kBlock + lane / 4 + i / 2 % 2 * 8;
       const int first = c * kBlock + i / 4 * 8 + lane % 4 * 2;
-      float x[2];
+      float (&own)[4] = sum[c][i / 4];
 #pragma unroll
       for (int side = 0; side < 2; side++) {
         const int j = first + side;
-        const float weight = products[at * kPairRow + j] * weights.beta[j] * scale;
-        x[side] = j + of_k <= at ? weight * sum[c][i / 4][i % 4 + side] : 0.f;
+        float& x = own[i % 4 + side];
+        const bool real = j + of_k <= at;
+        const float decay = products[at * kPairRow + j], key = real ? decay * x : 0.f;
+        x = real ? decay * weights.beta[j] * scale * x : 0.f;
+        alike += key * key;
+        squares += x * x;
       }
-      if (of_k) {
-        *reinterpret_cast<float2*>(errors + at * kPairRow + first) = {x[0], x[1]};
-      } else if (c <= r) {
-        SplitPair both;
-        both.set(x[0], x[1]);
-        put_pair(to.scores + at * kChunk, first, both);
-      }
+      if (of_k)
+        *reinterpret_cast<float2*>(errors + at * kPairRow + first) = {own[i % 4], own[i % 4 + 1]};
     }
+  if (of_k) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      alike += __shfl_xor_sync(0xffffffffu, alike, step);
+      squares += __shfl_xor_sync(0xffffffffu, squares, step);
+    }
+    const float beta = weights.beta[lane];
+    const bool turns = __any_sync(0xffffffffu, !(beta >= 0 && beta <= 1));
+    if (lane == 0)
+      weights.strain[r] = turns ? 2.f : fmaxf(alike / kMostAlike<K>, squares / kMostErrors);
+  }
   __syncthreads();
+  const bool strained = !(weights.strain[0] + weights.strain[1] <= 1);
+  if (!of_k)
+#pragma unroll
+    for (int c = 0; c < kBlocks; c++)
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        if (c > r) continue;
+        float* const row = to.scores + (r * kBlock + lane / 4 + i / 2 % 2 * 8) * kChunk;
+        const float (&own)[4] = sum[c][i / 4];
+        put(row, c * kBlock + i / 4 * 8 + lane % 4 * 2, own[i % 4], own[i % 4 + 1], strained);
+      }
   if (warp == 0) {  // by substitution, a column a lane
     float x[kChunk];
 #pragma unroll
@@ -97,12 +135,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
       const float other = __shfl_xor_sync(0xffffffffu, x[i], 1);
       SplitPair both;
       both.set(lane % 2 ? other : x[i], lane % 2 ? x[i] : other);
+      const float part = __uint_as_float(lane % 2 ? both.low : both.high);
       if (i >= kBlock || lane < kBlock)
-        to.inverse[i * kChunk + at] = __uint_as_float(lane % 2 ? both.low : both.high);
+        to.inverse[i * kChunk + (strained ? lane : at)] = strained ? x[i] : part;
     }
   } else {
     const float* const from = reinterpret_cast<const float*>(&weights);
     constexpr int kCount = sizeof(ChunkWeights) / 4 - 3;
+    if (threadIdx.x == 32) to.weights.strained = strained;
     for (int i = threadIdx.x - 32; i < kCount; i += kPrepareThreads - 32)
       reinterpret_cast<float*>(&to.weights)[i] = from[i];
   }

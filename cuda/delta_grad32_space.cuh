@@ -15,13 +15,14 @@ struct ChunkWeights {
   float from_start[kChunk];  // gates 0 to t
   float to_end[kChunk];      // gates t + 1 to 31
   float beta[kChunk], gate[kChunk];
-  float whole;  // all gates
-  float padding[3];
+  float whole;            // all gates
+  int strained;           // whether planes have too few digits for the walks
+  float strain[kBlocks];  // by blocks of tokens
 };
 
 // Of one chunk of one head, before any state is known. The inverse is that of I + A, A_ij = D_ij
-// beta_j k_i . k_j for j < i. Rows are in planes, as split_rows.cuh has them; the block of 16 x 16
-// above the diagonal is left out.
+// beta_j k_i . k_j for j < i. Rows are in planes, as split_rows.cuh has them, where the chunk is
+// not strained; the block of 16 x 16 above the diagonal is left out.
 struct alignas(16) Prepared {
   float inverse[kChunk * kChunk];
   float scores[kChunk * kChunk];  // scale D_ij beta_j q_i . k_j

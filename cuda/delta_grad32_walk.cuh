@@ -3,11 +3,52 @@
 // have a column between them; each adds what the other one read to its own.
 #pragma once
 #include "delta_grad32_space.cuh"
+#include "tf32_blocks.cuh"
 
 constexpr bool kWhole = true;  // products: errors go from chunk to chunk, and memory is slower
 
 // 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
 using ChunkColumns = float[kBlocks][2][4];
+
+// Factors of products: of plain rows in a chunk that is strained, else of planes.
+template <bool kStrained>
+struct FactorOf {
+  using Type = Split;
+};
+template <>
+struct FactorOf<true> {
+  using Type = Factor;
+};
+__device__ __forceinline__ void add_product(float (&d)[2][4], const Split& a, const Split& b) {
+  multiply<kWhole>(d, a, b);
+}
+__device__ __forceinline__ void add_product(float (&d)[2][4], const Factor& a, const Factor& b) {
+  multiply(d, a, b);
+}
+__device__ __forceinline__ void load_right(Split& x, const float* block, int row, int lane) {
+  x = load_right(block, row, lane);
+}
+__device__ __forceinline__ void load_right(Factor& x, const float* block, int row, int lane) {
+  x = load_right_factor(block, row, lane);
+}
+__device__ __forceinline__ void load_right_transposed(Split& x, const float* block, int row,
+                                                      int lane) {
+  x = load_right_transposed(block, row, lane);
+}
+__device__ __forceinline__ void load_right_transposed(Factor& x, const float* block, int row,
+                                                      int lane) {
+  x = load_right_factor_transposed(block, row, lane);
+}
+__device__ __forceinline__ void load_left_transposed(Split& x, const float* block, int row,
+                                                     int lane) {
+  x = load_left_transposed(block, row, lane);
+}
+__device__ __forceinline__ void load_left_transposed(Factor& x, const float* block, int row,
+                                                     int lane) {
+  float numbers[2][4];
+  load_sum_transposed(numbers, block, row, lane);
+  x.set(numbers);
+}
 
 // Part of a state, transposed: 16 columns down, tiles of 8 rows across, as mma leaves them. S gives
 // the lengths of rows in shared memory. Tensor cores round sums toward zero: what a chunk adds to
@@ -29,32 +70,48 @@ struct Walker {
           lane / 4 + i / 2 % 2 * 8);
   }
 
+  // f(this walker), all its addresses worked out there: what is rare should take no registers from
+  // what is not.
+  template <class F>
+  __device__ __forceinline__ void anew(F f) {
+    Walker own = *this;
+    own.lane = afresh(lane);
+    f(own);
+#pragma unroll
+    for (int n = 0; n < S::kOwnTiles; n++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[n][i / 4][i % 4] = own.x[n][i / 4][i % 4];
+  }
+
   // The state as it was goes to `saved`, from its block of these columns on, where that is not
   // null. E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j k_j e_j^T.
+  template <bool kStrained>
   __device__ __forceinline__ void forward(ChunkColumns& e, const float* k, const float* v,
                                           const float* inverse, const ChunkWeights& weights,
                                           float* saved) {
+    using F = typename FactorOf<kStrained>::Type;
     ChunkColumns rest;
-    read(rest, k, saved);
+    read<F>(rest, k, saved);
     combine(rest);
+    v += afresh(lane / 4);  // for which no register is held meanwhile
 #pragma unroll
     for (int b = 0; b < kBlocks; b++)
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int t = token(b, i);
-        rest[b][i / 4][i % 4] = v[t * S::kValueRow + lane / 4 + i / 2 % 2 * 8] -
-                                weights.from_start[t] * rest[b][i / 4][i % 4];
+        rest[b][i / 4][i % 4] =
+            v[t * S::kValueRow + i / 2 % 2 * 8] - weights.from_start[t] * rest[b][i / 4][i % 4];
       }
     zero(e);
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {
-      Split left;
+      F left, right;
       left.set(rest[c]);
 #pragma unroll
-      for (int r = c; r < kBlocks; r++)
-        multiply<kWhole>(
-            e[r], left,
-            load_right_transposed(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+      for (int r = c; r < kBlocks; r++) {
+        load_right_transposed(right, inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane);
+        add_product(e[r], left, right);
+      }
     }
     float added[S::kOwnTiles][2][4] = {};
 #pragma unroll
@@ -64,7 +121,7 @@ struct Walker {
       for (int i = 0; i < 8; i++)
         wrote[i / 4][i % 4] =
             weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4];
-      Split left;
+      F left;
       left.set(wrote);
       add_rows(added, left, k + b * kBlock * S::kKeyRow);
     }
@@ -72,12 +129,15 @@ struct Walker {
   }
 
   // dE = inverse^T (P^T dY + diag(to_end beta) K G);
-  // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T), rows of q times up scale d_i.
+  // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T), rows of q in planes times up scale
+  // d_i.
+  template <bool kStrained>
   __device__ __forceinline__ void back(ChunkColumns& de, const float* k, const float* q,
                                        const float* dy, const float* inverse, const float* scores,
-                                       const ChunkWeights& weights, float* saved) {
+                                       const ChunkWeights& weights, float* saved, float scale) {
+    using F = typename FactorOf<kStrained>::Type;
     ChunkColumns sum;
-    read(sum, k, saved);
+    read<F>(sum, k, saved);
 #pragma unroll
     for (int b = 0; b < kBlocks; b++)
 #pragma unroll
@@ -86,27 +146,42 @@ struct Walker {
 #pragma unroll
     for (int turn = 0; turn < kBlocks / S::kParts; turn++) {
       const int b = turn + part;  // of two blocks of rows the part's own
-      const Split left = load_left_transposed(dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+      F left, right;
+      load_left_transposed(left, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
       const float* const own = scores + b * kBlock * kPairRow;
-      multiply<kWhole>(sum[0], left, load_right(own, kPairRow, lane));
-      if (b == 1) multiply<kWhole>(sum[1], left, load_right(own + kBlock, kPairRow, lane));
+      load_right(right, own, kPairRow, lane);
+      add_product(sum[0], left, right);
+      if (b == 1) {
+        load_right(right, own + kBlock, kPairRow, lane);
+        add_product(sum[1], left, right);
+      }
     }
     combine(sum);
     zero(de);
 #pragma unroll
     for (int r = 0; r < kBlocks; r++) {
-      Split left;
+      F left, right;
       left.set(sum[r]);
 #pragma unroll
-      for (int c = 0; c <= r; c++)
-        multiply<kWhole>(de[c], left,
-                         load_right(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+      for (int c = 0; c <= r; c++) {
+        load_right(right, inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane);
+        add_product(de[c], left, right);
+      }
     }
     const float up = lift(weights.from_start[0]);
     float added[S::kOwnTiles][2][4] = {};
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
-      Split left = load_left_transposed(dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+      F left;
+      if (kStrained) {
+        float y[2][4];
+        load_sum_transposed(y, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+#pragma unroll
+        for (int i = 0; i < 8; i++) y[i / 4][i % 4] *= up * scale * weights.from_start[token(b, i)];
+        left.set(y);
+      } else {
+        load_left_transposed(left, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+      }
       add_rows(added, left, q + b * kBlock * S::kKeyRow);
       float missed[2][4];
 #pragma unroll
@@ -170,28 +245,35 @@ struct Walker {
   }
 
   // d = (K x)^T
+  template <class F>
   __device__ __forceinline__ void read(ChunkColumns& d, const float* k, float* saved) const {
     zero(d);
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++) {
       if (!real(n)) continue;
-      Split left;
+      Split planes;
+      planes.set(x[n]);
+      if (saved) put_state(saved + tile(n) * kStateBlock, planes, lane);
+      F left, right;
       left.set(x[n]);
-      if (saved) put_state(saved + tile(n) * kStateBlock, left, lane);
 #pragma unroll
-      for (int b = 0; b < kBlocks; b++)
-        multiply<kWhole>(
-            d[b], left,
-            load_right_transposed(k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow, lane));
+      for (int b = 0; b < kBlocks; b++) {
+        load_right_transposed(right, k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow, lane);
+        add_product(d[b], left, right);
+      }
     }
   }
   // added += left (16 rows in shared memory)
-  __device__ __forceinline__ void add_rows(float (&added)[S::kOwnTiles][2][4], const Split& left,
+  template <class F>
+  __device__ __forceinline__ void add_rows(float (&added)[S::kOwnTiles][2][4], const F& left,
                                            const float* rows) const {
 #pragma unroll
-    for (int n = 0; n < S::kOwnTiles; n++)
-      if (real(n))
-        multiply<kWhole>(added[n], left, load_right(rows + tile(n) * 16, S::kKeyRow, lane));
+    for (int n = 0; n < S::kOwnTiles; n++) {
+      if (!real(n)) continue;
+      F right;
+      load_right(right, rows + tile(n) * 16, S::kKeyRow, lane);
+      add_product(added[n], left, right);
+    }
   }
   __device__ __forceinline__ void advance(const float (&added)[S::kOwnTiles][2][4], float whole) {
 #pragma unroll

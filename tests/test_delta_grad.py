@@ -135,10 +135,25 @@ def betas(x: dict) -> dict:
     return x | {"beta": beta}
 
 
+def some_betas(x: dict) -> dict:
+    """The same, but for tokens in the middle alone."""
+    beta = betas(x)["beta"]
+    beta[:, :70], beta[:, 150:] = x["beta"][:, :70], x["beta"][:, 150:]
+    return x | {"beta": beta}
+
+
 def one_key(x: dict) -> dict:
     """The same key again and again."""
     k = x["k"].copy()
     k[...] = k[:, :1]
+    return x | {"k": k}
+
+
+def few_keys(x: dict) -> dict:
+    """Twelve keys by turns."""
+    k = x["k"].copy()
+    for i in range(12, k.shape[1]):
+        k[:, i] = k[:, i - 12]
     return x | {"k": k}
 
 
@@ -205,6 +220,13 @@ CASES = [
 
 
 CASES += [replace(case, dtype="float32") for case in CASES if max(case.K, case.V) <= 64]
+CASES += [
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=one_key, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=betas, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=few_keys, dtype="float32"),
+    Case(64, 64, T=300, gate="0.9995", prepare=some_betas, dtype="float32"),
+    Case(40, 17, T=200, wide=False, gate="one", prepare=some_betas, dtype="float32"),
+]
 
 
 def run_on_host(kernels: dict, case: Case, x: dict, **how) -> dict[str, np.ndarray]:
