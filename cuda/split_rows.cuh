@@ -1,13 +1,12 @@
 // Rows of float32 numbers in shared memory as two planes of bfloat16: of 8 neighbouring numbers the
 // high parts, 16 bytes, then what they leave, 16 bytes, in the place of the numbers. Two planes
-// have 17 bits; products are high high, high low and low high: they err by 2^-17 at most, on
-// average by 2^-19. Rows are `row` floats apart, blocks of 16 x 16 begin at multiples of 16
-// columns.
+// have 17 bits: factors err by 2^-17 at most, on average by 2^-19. Rows are `row` floats apart,
+// blocks of 16 x 16 begin at multiples of 16 columns.
 #pragma once
 #include "fragments.cuh"
 
-// d += a b, with kWhole low low too
-template <bool kWhole = false>
+// d += a b, with kWhole low low too: it counts where sums nearly cancel
+template <bool kWhole = true>
 __device__ __forceinline__ void multiply(float (&d)[2][4], const Split& a, const Split& b) {
   if (kWhole) multiply(d, a.low, b.low);
   multiply(d, a.low, b.high);

@@ -222,6 +222,7 @@ CASES = [
 CASES += [replace(case, dtype="float32") for case in CASES if max(case.K, case.V) <= 64]
 CASES += [
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=one_key, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="random", prepare=one_key, dtype="float32"),
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=betas, dtype="float32"),
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=few_keys, dtype="float32"),
     Case(64, 64, T=300, gate="0.9995", prepare=some_betas, dtype="float32"),
