@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
     const long long at_entry = copier.entry + c * a.H;
     const bool real = V % kBlockCols == 0 || value_tile < S::kValueTiles;
     float* const saved = copier.states + at_entry * S::kState +
-                         static_cast<long long>(value_tile) * S::kRowTiles * kStateBlock;
-    ChunkColumns x;
+                         static_cast<long long>(value_tile) * S::kRowTiles * kBlockSize;
     if (copier.back) {
+      ChunkColumns x;
       const float* const q = k + S::kRowsOfK;
       const float* const scores = inverse + S::kPairs;
       if (weights.strained)
@@ -111,15 +111,14 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
       walker.put(copier.dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,
                  copier.cols - own0);
     } else {
+      float* const misses =
+          space.misses + at_entry * (kChunk * S::kValues) + value_tile * kBlocks * kBlockSize;
       if (weights.strained)
         walker.anew([&](Walker<S>& own) {
-          own.template forward<true>(x, k, values, inverse, weights, real ? saved : nullptr);
+          own.template forward<true>(k, values, inverse, weights, real ? saved : nullptr, misses);
         });
       else
-        walker.template forward<false>(x, k, values, inverse, weights, real ? saved : nullptr);
-      if (real)
-        walker.put(space.misses + at_entry * (kChunk * S::kValues) + value_tile * 16, S::kValues, x,
-                   kChunk, 16);
+        walker.template forward<false>(k, values, inverse, weights, real ? saved : nullptr, misses);
     }
   }
   if (back && a.state) {
@@ -130,73 +129,75 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
   }
 }
 
+template <int K, int V, bool kDirect, bool kStrained>
+__device__ __forceinline__ void make_gradients(TokenGradients<K, V, kDirect, kStrained> own) {
+  own.pair_up();
+  own.read_states();
+  __syncthreads();
+  if (own.warp == kPairWarps)  // which has had the least to do
+    put_scalars<kDirect>(own.a, own.g, own.chunk, own.h, own.sums, own.lane);
+  own.finish();
+}
+
 // grid: slots * H. block: kTokenThreads.
 template <int K, int V, bool kWide, bool kDirect>
-__global__ void __launch_bounds__(kTokenThreads, 2)
+__global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
     delta_grad32_tokens(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = TokenShape<K, V>;
   DYNAMIC_SHARED(float, shared);
   float *const q = shared, *const k = q + S::kRowsOfK, *const dy = k + S::kRowsOfK;
-  float *const de = dy + S::kRowsOfV, *const e = de + S::kRowsOfV;
-  float *const states = e + S::kRowsOfV, *const late = states + S::kState;
-  float *const products = late + S::kState, *const pairs = products + S::kPairs;
+  float *const de = dy + S::kRowsOfV, *const products = de + S::kRowsOfV;
+  float* const pairs = products + S::kPairs;
   TokenSums& sums = *reinterpret_cast<TokenSums*>(pairs + 2 * S::kPairs);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const long long item = blockIdx.x, h = item % a.H, hq = h / a.group;
-  const SlotChunk chunk(a, item / a.H);
+  const unsigned item = blockIdx.x, heads = static_cast<unsigned>(a.H), h = item % heads;
+  const unsigned hq = h / static_cast<unsigned>(a.group);
+  const SlotChunk chunk(a, item / heads);
   if (chunk.tokens == 0) return;
   const long long b = chunk.b, t = chunk.first;
+  const float* const weights = reinterpret_cast<const float*>(&space.prepared[item].weights);
+  constexpr int kWeights = sizeof(ChunkWeights) / 4, kMisses = kChunk * S::kValues;
+  static_assert(kWeights <= 4 * kTokenThreads, "a vector a thread");
+  if (threadIdx.x < kWeights / 4)
+    cp_async<16>(reinterpret_cast<float*>(&sums.weights) + 4 * threadIdx.x,
+                 weights + 4 * threadIdx.x);
   if (!g.dy)
     for (int i = threadIdx.x; i < S::kRowsOfV; i += kTokenThreads) dy[i] = 0;
-  fetch_rows<K, kWide>(q, head_rows(a.q, a.q_stride, b, t, hq), a.q_stride[1], chunk.tokens);
-  fetch_rows<K, kWide>(k, head_rows(a.k, a.k_stride, b, t, hq), a.k_stride[1], chunk.tokens);
-  if (g.dy)
-    fetch_rows<V, kWide>(dy, head_rows(g.dy, g.dy_stride, b, t, h), g.dy_stride[1], chunk.tokens);
-  fetch_rows<V, kWide>(de, head_rows(a.y, a.y_stride, b, t, h), a.y_stride[1], chunk.tokens);
-  fetch_rows<S::kValues, true>(e, space.misses + item * (kChunk * S::kValues), S::kValues, kChunk);
+  const bool second = warp % 4 / 2;  // a warp has half of the rows of q, k, dy or de
+  const int row0 = warp % 2 * kBlock;
+  if (warp < 4)
+    copy_rows<S::kKeys, S::kKeyRow, kWide>(
+        second ? k : q,
+        second ? head_rows(a.k, a.k_stride, b, t, hq) : head_rows(a.q, a.q_stride, b, t, hq),
+        second ? a.k_stride[1] : a.q_stride[1], row0, chunk.tokens, K, lane);
+  else if (second || g.dy)
+    copy_rows<S::kValues, S::kValueRow, kWide>(
+        second ? de : dy,
+        second ? head_rows(a.y, a.y_stride, b, t, h) : head_rows(g.dy, g.dy_stride, b, t, h),
+        second ? a.y_stride[1] : g.dy_stride[1], row0, chunk.tokens, V, lane);
   cp_async_commit();
-#pragma unroll 4
-  for (int i = 4 * threadIdx.x; i < S::kState; i += 4 * kTokenThreads) {
-    cp_async<16>(states + i, space.states + item * S::kState + i);
-    cp_async<16>(late + i, space.late + item * S::kState + i);
-  }
-  cp_async_commit();
-  TokenGradients<K, V, kDirect> own = {a,
-                                       g,
-                                       chunk,
-                                       h,
-                                       q,
-                                       k,
-                                       dy,
-                                       de,
-                                       e,
-                                       states,
-                                       late,
-                                       products,
-                                       pairs,
-                                       sums,
-                                       warp,
-                                       lane,
-                                       static_cast<float>(a.scale)};
-  if (warp == 0) {
-    weigh(sums.weights, a, chunk, h, lane);
-    __syncwarp();
-    put_products(products, sums.weights, lane);
-  }
-  cp_async_wait<1>();
-  if (!kWide) __syncthreads();  // others have brought what is split here
-  split_rows<kChunk, S::kKeys, S::kKeyRow, kTokenThreads>(q, threadIdx.x);
-  split_rows<kChunk, S::kKeys, S::kKeyRow, kTokenThreads>(k, threadIdx.x);
-  if (g.dy) split_rows<kChunk, S::kValues, S::kValueRow, kTokenThreads>(dy, threadIdx.x);
-  split_rows<kChunk, S::kValues, S::kValueRow, kTokenThreads>(de, threadIdx.x);
-  split_rows<kChunk, S::kValues, S::kValueRow, kTokenThreads>(e, threadIdx.x);
-  __syncthreads();
-  own.pair_up();
+  const float* const e = space.misses + static_cast<long long>(item) * kMisses;
+  const float* const states = space.states + static_cast<long long>(item) * S::kState;
+  const float* const late = space.late + static_cast<long long>(item) * S::kState;
+  prefetch_numbers<kMisses>(e);
+  prefetch_numbers<S::kState>(states);
+  prefetch_numbers<S::kState>(late);
   cp_async_wait<0>();
   __syncthreads();
-  own.read_states();
+  put_products<kTokenThreads / 32>(products, sums.weights, warp, lane);
+  if (!sums.weights.strained) {
+    split_rows<2 * kChunk, S::kKeys, S::kKeyRow, kTokenThreads>(q, threadIdx.x);  // and k
+    split_rows<2 * kChunk, S::kValues, S::kValueRow, kTokenThreads>(dy, threadIdx.x);
+  }
   __syncthreads();
-  if (warp == kPairWarps)
-    put_scalars<kDirect>(a, g, chunk, h, sums, lane);  // which has had the least to do
-  own.finish();
+  const float scale = static_cast<float>(a.scale);
+  const int head = static_cast<int>(h);
+  if (sums.weights.strained)
+    make_gradients(TokenGradients<K, V, kDirect, true>{a, g, chunk, head, q, k, dy, de, e, states,
+                                                       late, products, pairs, sums, warp,
+                                                       afresh(lane), scale});
+  else
+    make_gradients(TokenGradients<K, V, kDirect, false>{a, g, chunk, head, q, k, dy, de, e, states,
+                                                        late, products, pairs, sums, warp, lane,
+                                                        scale});
 }

@@ -63,26 +63,14 @@ struct ChunkCopier {
       cp_async<16>(weights(shared, i) + e, from + e);
   }
 
-  // The chunk of turn i, and weights of the one that comes after it.
+  // The chunk of turn i, and weights of the one that comes after it: of k, q and values a warp has
+  // half of the rows, and of pairs all of one kind.
   __device__ __forceinline__ void fetch(float* shared, int i) const {
-    const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
     if (i < chunks) {
-      const int c = chunk(i);
-      float* const stage = this->stage(shared, i);
-      const long long t = static_cast<long long>(c) * kChunk;
-      const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
-      copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(stage, k + t * k_stride, k_stride,
-                                                                  rows, K, thread);
-      if (back)
-        copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(
-            stage + S::kRowsOfK, q + t * q_stride, q_stride, rows, K, thread);
-      if (values)
-        copy_rows<kChunk, kBlockCols, S::kValueRow, kWide, S::kThreads>(
-            stage + S::kValuesAt, values + t * value_stride, value_stride, rows, cols, thread);
-      const Prepared& from = prepared[c * prepared_stride];
-      float* const pairs = stage + S::kPairsAt;
-      copy_pairs<S::kThreads>(pairs, from.inverse, thread);
-      if (back) copy_pairs<S::kThreads>(pairs + S::kPairs, from.scores, thread);
+      const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
+      const int lane = thread % 32;
+#pragma unroll 1
+      for (int role = thread / 32; role < 8; role += S::kWalkers) fetch(shared, i, role, lane);
       if (i + 1 < chunks) fetch_weights(shared, i + 1);
     }
     cp_async_commit();
@@ -106,10 +94,33 @@ struct ChunkCopier {
   // Waits for the chunk of turn i, and starts on one that comes later.
   __device__ __forceinline__ void turn(float* shared, int i) const {
     cp_async_wait<kStages - 2>();
-    if (!kWide) __syncthreads();  // others have brought what is split here
+    __syncthreads();  // others have brought what is split here, and have read the chunk before
+    fetch(shared, i + kStages - 1);
     split(shared, i);
     __syncthreads();
-    fetch(shared, i + kStages - 1);
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(float* shared, int i, int role, int lane) const {
+    const int c = chunk(i), row0 = role % 2 * kBlock;
+    float* const stage = this->stage(shared, i);
+    const long long t = static_cast<long long>(c) * kChunk;
+    const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
+    const bool second = role == 2 || role == 3 || role == 7;  // which the way forward has not
+    if (second && !back) return;
+    if (role < 4) {
+      const long long stride = second ? q_stride : k_stride;
+      copy_rows<S::kKeys, S::kKeyRow, kWide>(
+          stage + second * S::kRowsOfK, (second ? q : k) + t * stride, stride, row0, rows, K, lane);
+    } else if (role < 6) {
+      if (values)
+        copy_rows<kBlockCols, S::kValueRow, kWide>(stage + S::kValuesAt, values + t * value_stride,
+                                                   value_stride, row0, rows, cols, lane);
+    } else {
+      const Prepared& from = prepared[c * prepared_stride];
+      copy_pairs(stage + S::kPairsAt + second * S::kPairs, second ? from.scores : from.inverse,
+                 lane);
+    }
   }
 };
 

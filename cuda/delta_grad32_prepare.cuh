@@ -19,53 +19,117 @@ struct PrepareShape {
   static constexpr int kKeyRow = kRowTiles * 16 + 8;  // pairs of numbers in different banks
   static constexpr int kRowsOfK = kChunk * kKeyRow, kPairs = kChunk * kPairRow;
   static constexpr int kBytes =
-      4 * (2 * kRowsOfK + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
+      4 * (2 * kRowsOfK + 3 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
 };
 
-// Two neighbouring numbers of a row, plain or in planes.
-__device__ __forceinline__ void put(float* row, int col, float x, float y, bool plain) {
-  SplitPair both;
-  both.set(x, y);
-  if (plain)
-    *reinterpret_cast<float2*>(row + col) = {x, y};
-  else
-    put_pair(row, col, both);
+// A of a strained chunk, A_ij at i (i - 1) / 2 + j. A key that comes again and again makes the same
+// error each time, so that it is in double.
+template <int kCols, int kRow>
+__device__ __forceinline__ void put_errors(double* to, const float* k, const float* products,
+                                           const ChunkWeights& weights, int thread) {
+  const int j = thread % 32;
+#pragma unroll 1
+  for (int i = 1 + thread / 32; i < kChunk; i += kPrepareThreads / 32) {
+    double sum = 0;
+#pragma unroll 4
+    for (int step = 0; step < kCols; step++) {
+      const int col = (step + j) % kCols;  // in different banks
+      sum += static_cast<double>(k[i * kRow + col]) * static_cast<double>(k[j * kRow + col]);
+    }
+    if (j < i)
+      to[i * (i - 1) / 2 + j] = sum * static_cast<double>(products[i * kPairRow + j]) *
+                                static_cast<double>(weights.beta[j]);
+  }
+}
+
+// The inverse of I + A by one warp, by substitution, a column a lane.
+__device__ __forceinline__ void invert_exactly(float* to, const double* errors, int lane) {
+#pragma unroll 1
+  for (int i = 0; i < kChunk; i++) {
+    double sum = i == lane;
+#pragma unroll 4
+    for (int j = 0; j < i; j++)
+      sum -= errors[i * (i - 1) / 2 + j] * static_cast<double>(to[j * kPairRow + lane]);
+    to[i * kPairRow + lane] = static_cast<float>(sum);
+  }
+}
+
+// The same of blocks: of those on the diagonal by substitution, and T_10 = -T_11 A_10 T_00.
+__device__ __forceinline__ void invert(float* to, const float* errors, int lane) {
+  float x[kBlock];
+  const int at = lane / kBlock * kBlock * (kPairRow + 1), col = lane % kBlock;
+#pragma unroll
+  for (int i = 0; i < kBlock; i++) {
+    float sums[2] = {i == col ? 1.f : 0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < i; j++) sums[j % 2] -= errors[at + i * kPairRow + j] * x[j];
+    x[i] = sums[0] + sums[1];
+    to[at + i * kPairRow + col] = x[i];
+  }
+  __syncwarp();
+  const int below = kBlock * kPairRow;
+  float sum[2][4] = {}, t[2][4] = {};
+  multiply(sum, load_left_factor(to + below + kBlock, kPairRow, lane),
+           load_right_factor(errors + below, kPairRow, lane));
+  Factor left;
+  left.set(sum);
+  multiply(t, left, load_right_factor(to, kPairRow, lane));
+#pragma unroll
+  for (int i = 0; i < 8; i += 2)
+    *reinterpret_cast<float2*>(to + below + (lane / 4 + i / 2 % 2 * 8) * kPairRow + i / 4 * 8 +
+                               lane % 4 * 2) = {-t[i / 4][i % 4], -t[i / 4][i % 4 + 1]};
+}
+
+// Pairs of tokens to global memory, in planes or plain, but the block above the diagonal: a thread
+// has 8 of a row.
+constexpr int kPairPieces = 3 * kBlock * kBlock / 8;
+__device__ __forceinline__ void put_pairs(float* to, const float* from, int thread, bool plain) {
+  if (thread >= kPairPieces) return;
+  const bool all = thread < 4 * kBlock;  // the first columns, of all rows
+  const int row = all ? thread / 2 : thread / 2 - kBlock;
+  const int col = (all ? 0 : kBlock) + thread % 2 * 8;
+  const float4* const own = reinterpret_cast<const float4*>(from + row * kPairRow + col);
+  Eight x;
+  x.set(own[0], own[1]);
+  if (plain) x = {own[0], own[1]};
+  float4* const out = reinterpret_cast<float4*>(to + row * kChunk + col);
+  out[0] = x.high;
+  out[1] = x.low;
 }
 
 // grid: slots * H. block: kPrepareThreads.
 template <int K, bool kWide>
-__global__ void __launch_bounds__(kPrepareThreads, 5)
+__global__ void __launch_bounds__(kPrepareThreads, 6)
     delta_grad32_prepare(const CallArgs a, const SpaceArgs space) {
   using S = PrepareShape<K>;
   static_assert(!kWide || K % 4 == 0, "rows of whole vectors");
   DYNAMIC_SHARED(float, shared);
   float *const q = shared, *const k = q + S::kRowsOfK, *const products = k + S::kRowsOfK;
-  float* const errors = products + S::kPairs;  // A
-  ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(errors + S::kPairs);
+  float *const errors = products + S::kPairs, *const scores = errors + S::kPairs;  // A, and P
+  float* const inverse = products;  // once these are no longer wanted
+  ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(scores + S::kPairs);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const long long item = blockIdx.x, h = item % a.H;
-  const SlotChunk chunk(a, item / a.H);
+  const unsigned item = blockIdx.x, heads = static_cast<unsigned>(a.H), h = item % heads;
+  const unsigned hq = h / static_cast<unsigned>(a.group);
+  const SlotChunk chunk(a, item / heads);
   if (chunk.tokens == 0) return;
   Prepared& to = space.prepared[item];
-  copy_rows<kChunk, S::kRowTiles * 16, S::kKeyRow, kWide, kPrepareThreads>(
-      q, head_rows(a.q, a.q_stride, chunk.b, chunk.first, h / a.group), a.q_stride[1], chunk.tokens,
-      K, threadIdx.x);
-  copy_rows<kChunk, S::kRowTiles * 16, S::kKeyRow, kWide, kPrepareThreads>(
-      k, head_rows(a.k, a.k_stride, chunk.b, chunk.first, h / a.group), a.k_stride[1], chunk.tokens,
-      K, threadIdx.x);
+  const bool of_k = warp / kBlocks;
+  const int r = warp % kBlocks;
+  const long long stride = of_k ? a.k_stride[1] : a.q_stride[1];
+  copy_rows<S::kRowTiles * 16, S::kKeyRow, kWide>(
+      of_k ? k : q,
+      of_k ? head_rows(a.k, a.k_stride, chunk.b, chunk.first, hq)
+           : head_rows(a.q, a.q_stride, chunk.b, chunk.first, hq),
+      stride, r * kBlock, chunk.tokens, K, lane);
   cp_async_commit();
-  if (warp == 0) {
-    weigh(weights, a, chunk, h, lane);
-    __syncwarp();
-    put_products(products, weights, lane);
-  }
+  if (warp == 0) weigh(weights, a, chunk, h, lane);
   cp_async_wait<0>();
   __syncthreads();
+  put_products<kPrepareThreads / 32>(products, weights, warp, lane);
 
-  const int r = warp % kBlocks;
-  const bool of_k = warp / kBlocks;
-  const float scale = of_k ? 1.f : static_cast<float>(a.scale);
   float sum[kBlocks][2][4] = {}, alike = 0, squares = 0;
+#pragma unroll 1
   for (int i = 0; i < S::kRowTiles; i++) {
     const Factor left =
         load_left_factor((of_k ? k : q) + r * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
@@ -76,26 +140,30 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
             sum[c], left,
             load_right_factor_transposed(k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane));
   }
+  __syncthreads();
+  const float scale = of_k ? 1.f : static_cast<float>(a.scale);
+  float* const pairs = of_k ? errors : scores;
 #pragma unroll
-  for (int c = 0; c < kBlocks; c++)
+  for (int c = 0; c < kBlocks; c++) {
+    if (c > r) continue;
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const int at = r * kBlock + lane / 4 + i / 2 % 2 * 8;
       const int first = c * kBlock + i / 4 * 8 + lane % 4 * 2;
-      float (&own)[4] = sum[c][i / 4];
+      float out[2];
 #pragma unroll
       for (int side = 0; side < 2; side++) {
         const int j = first + side;
-        float& x = own[i % 4 + side];
+        const float x = sum[c][i / 4][i % 4 + side], decay = products[at * kPairRow + j];
         const bool real = j + of_k <= at;
-        const float decay = products[at * kPairRow + j], key = real ? decay * x : 0.f;
-        x = real ? decay * weights.beta[j] * scale * x : 0.f;
+        const float key = real ? decay * x : 0.f;
+        out[side] = real ? decay * weights.beta[j] * scale * x : 0.f;
         alike += key * key;
-        squares += x * x;
+        squares += out[side] * out[side];
       }
-      if (of_k)
-        *reinterpret_cast<float2*>(errors + at * kPairRow + first) = {own[i % 4], own[i % 4 + 1]};
+      *reinterpret_cast<float2*>(pairs + at * kPairRow + first) = {out[0], out[1]};
     }
+  }
   if (of_k) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -109,43 +177,26 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
   }
   __syncthreads();
   const bool strained = !(weights.strain[0] + weights.strain[1] <= 1);
-  if (!of_k)
-#pragma unroll
-    for (int c = 0; c < kBlocks; c++)
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        if (c > r) continue;
-        float* const row = to.scores + (r * kBlock + lane / 4 + i / 2 % 2 * 8) * kChunk;
-        const float (&own)[4] = sum[c][i / 4];
-        put(row, c * kBlock + i / 4 * 8 + lane % 4 * 2, own[i % 4], own[i % 4 + 1], strained);
-      }
-  if (warp == 0) {  // by substitution, a column a lane
-    float x[kChunk];
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) {
-      float sums[2] = {i == lane ? 1.f : 0.f, 0.f};
-#pragma unroll
-      for (int j = 0; j < i; j++) sums[j % 2] -= errors[i * kPairRow + j] * x[j];
-      x[i] = sums[0] + sums[1];
-    }
-    // an even lane puts the high parts of two columns, the next one the low ones
-    const int at = pair_at(lane - lane % 2) + lane % 2 * 4;
-#pragma unroll
-    for (int i = 0; i < kChunk; i++) {
-      const float other = __shfl_xor_sync(0xffffffffu, x[i], 1);
-      SplitPair both;
-      both.set(lane % 2 ? other : x[i], lane % 2 ? x[i] : other);
-      const float part = __uint_as_float(lane % 2 ? both.low : both.high);
-      if (i >= kBlock || lane < kBlock)
-        to.inverse[i * kChunk + (strained ? lane : at)] = strained ? x[i] : part;
-    }
+  double* const exact = reinterpret_cast<double*>(errors);
+  if (strained) {
+    put_errors<S::kRowTiles * 16, S::kKeyRow>(exact, k, products, weights, threadIdx.x);
+    __syncthreads();
+  }
+  if (warp == 0) {
+    if (strained)
+      invert_exactly(inverse, exact, lane);
+    else
+      invert(inverse, errors, lane);
   } else {
+    put_pairs(to.scores, scores, threadIdx.x - 32, strained);
     const float* const from = reinterpret_cast<const float*>(&weights);
     constexpr int kCount = sizeof(ChunkWeights) / 4 - 3;
     if (threadIdx.x == 32) to.weights.strained = strained;
     for (int i = threadIdx.x - 32; i < kCount; i += kPrepareThreads - 32)
       reinterpret_cast<float*>(&to.weights)[i] = from[i];
   }
+  __syncthreads();
+  put_pairs(to.inverse, inverse, threadIdx.x, strained);
 }
 
 // Rows of q and k of unit length, (B, T, Hq, K), contiguous. grid: any number of blocks; a warp

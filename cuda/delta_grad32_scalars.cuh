@@ -5,6 +5,11 @@
 constexpr int kSides = 4;      // warps that have the same tokens
 constexpr int kPairWarps = 6;  // blocks on and below the diagonal, of reads by q and by k
 constexpr int kTokenThreads = 32 * kSides * kBlocks;
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10)
+constexpr int kTokenBlocks = 3;  // for which there is shared memory
+#else
+constexpr int kTokenBlocks = 2;
+#endif
 constexpr float kLeastBeta = 8.6736174e-19f;  // 2^-60
 
 struct TokenSums {

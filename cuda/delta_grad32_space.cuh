@@ -32,31 +32,11 @@ struct alignas(16) Prepared {
 // Entries lie slot by slot and head by head.
 struct SpaceArgs {
   Prepared* prepared;
-  float* misses;  // rows of e = v - k^T R, padded
-  float* states;  // before each chunk, in blocks of kStateBlock
-  float* late;    // gradients of the states after each chunk, likewise
+  float* misses;  // rows of e = v - k^T R, in blocks of delta_grad32_factors.cuh, as are
+  float* states;  // before each chunk and
+  float* late;    // gradients of the states after each chunk
   long long slots;
 };
-
-// 16 columns and 16 rows of a state in planes, high and low. Each plane has 4 tiles of 8 x 8 as mma
-// leaves a sum, a word a lane: columns 0 to 7, 8 to 15 of rows 0 to 7, then those of rows 8 to 15.
-// Blocks lie column by column.
-constexpr int kStateBlock = 256;  // floats
-
-__device__ __forceinline__ void put_state(float* block, const Split& x, int lane) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    block[i * 32 + lane] = __uint_as_float(x.high[i]);
-    block[128 + i * 32 + lane] = __uint_as_float(x.low[i]);
-  }
-}
-// As a right factor, with sums over columns.
-__device__ __forceinline__ Split load_state(const float* block, int lane) {
-  Split x;
-  ldmatrix_x4<true>(x.high, block + 4 * lane);
-  ldmatrix_x4<true>(x.low, block + 128 + 4 * lane);
-  return x;
-}
 
 using SlotChunk = ChunkInSlot<kChunk>;
 
@@ -73,36 +53,35 @@ __device__ __forceinline__ const float* head_rows(const void* x, const long long
   return static_cast<const float*>(x) + b * stride[0] + t * stride[1] + h * stride[2];
 }
 
-// Rows into shared memory by kThreads threads: kCols numbers a row, of which `rows` and `cols` are
-// real.
-template <int kRows, int kCols, int kRow, bool kWide, int kThreads>
-__device__ __forceinline__ void copy_rows(float* to, const float* from, long long stride, int rows,
-                                          int cols, int thread) {
-  constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep, kCount = kRows * kSteps;
-  constexpr int kApart = kThreads % kSteps == 0 ? kThreads / kSteps : 0;  // rows, each turn
-  const float* next = from + thread / kSteps * stride + thread % kSteps * kStep;
+// 16 of the rows that begin at `from` into shared memory, from row `row0` on, by one warp: kCols
+// numbers a row, of which `cols` are real, as are `rows` rows. Of warps that copy other rows each
+// has few addresses to work out.
+template <int kCols, int kRow, bool kWide>
+__device__ __forceinline__ void copy_rows(float* to, const float* from, long long stride, int row0,
+                                          int rows, int cols, int lane) {
+  constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep, kTurns = kBlock * kSteps / 32;
+  constexpr int kApart = 32 % kSteps == 0 ? 32 / kSteps : 0;  // rows, each turn
+  const float* next = from + (row0 + lane / kSteps) * stride + lane % kSteps * kStep;
+  to += row0 * kRow;
 #pragma unroll(kWide ? 4 : 1)
-  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
-    const int e = thread + turn * kThreads;
-    if (kCount % kThreads != 0 && e >= kCount) break;
-    const int row = kApart > 0 ? thread / kSteps + turn * kApart : e / kSteps;
-    const int at = (kApart > 0 ? thread : e) % kSteps * kStep;
-    if (kApart == 0) next = from + row * stride + at;
-    const bool real = row < rows && (cols >= kCols || at < cols);
+  for (int turn = 0; turn < kTurns; turn++) {
+    const int e = lane + turn * 32;
+    const int row = kApart > 0 ? lane / kSteps + turn * kApart : e / kSteps;
+    const int at = (kApart > 0 ? lane : e) % kSteps * kStep;
+    if (kApart == 0) next = from + (row0 + row) * stride + at;
+    const bool real = row0 + row < rows && (cols >= kCols || at < cols);
     cp_async<4 * kStep>(to + row * kRow + at, real ? next : from, real ? 4 * kStep : 0);
     next += kApart * stride;
   }
 }
 
-// Pairs of tokens of Prepared into shared memory, but the block above the diagonal.
-template <int kThreads>
-__device__ __forceinline__ void copy_pairs(float* to, const float* from, int thread) {
-  constexpr int kSteps = kChunk / 4, kCount = kChunk * kSteps;
-#pragma unroll 4
-  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
-    const int e = thread + turn * kThreads, row = e / kSteps, at = e % kSteps * 4;
-    if (e < kCount && (row >= kBlock || at < kBlock))
-      cp_async<16>(to + row * kPairRow + at, from + 4 * e);
+// Pairs of tokens of Prepared into shared memory by one warp, but the block above the diagonal.
+__device__ __forceinline__ void copy_pairs(float* to, const float* from, int lane) {
+#pragma unroll
+  for (int turn = 0; turn < 6; turn++) {
+    const int row = lane / 4 + (turn < 4 ? turn : turn - 2) * 8;
+    const int at = lane % 4 * 4 + (turn < 4 ? 0 : kBlock);
+    cp_async<16>(to + row * kPairRow + at, from + row * kChunk + at);
   }
 }
 
@@ -128,7 +107,7 @@ __device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const
     beta = x.value<float>(a.beta_kind);
   }
   double head = gate, tail = gate;  // of gates up to, and from, this lane's
-#pragma unroll
+#pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
     const double before = __shfl_up_sync(0xffffffffu, head, step);
     const double after = __shfl_down_sync(0xffffffffu, tail, step);
@@ -143,11 +122,23 @@ __device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const
   if (lane == 31) to.whole = bounded(static_cast<float>(head));
 }
 
-// D_ij = gate_{j+1} ... gate_i for j <= i, else 0, rows kPairRow apart, by one warp: a column a
-// lane.
-__device__ __forceinline__ void put_products(float* to, const ChunkWeights& weights, int lane) {
-  float d = 0;
-  for (int i = 0; i < kChunk; i++) {
+// D_ij = gate_{j+1} ... gate_i for j <= i, else 0, rows kPairRow apart: a warp has as many rows as
+// each other one, a lane a column.
+template <int kWarps>
+__device__ __forceinline__ void put_products(float* to, const ChunkWeights& weights, int warp,
+                                             int lane) {
+  const int first = warp * (kChunk / kWarps);
+  float d = lane <= first ? weights.gate[lane] : 1.f;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float more = __shfl_down_sync(0xffffffffu, d, step);
+    if (lane + step < 32) d = bounded(d * more);
+  }
+  d = __shfl_down_sync(0xffffffffu, d, 1);
+  if (lane >= first) d = lane == first;
+  to[first * kPairRow + lane] = d;
+#pragma unroll 1
+  for (int i = first + 1; i < first + kChunk / kWarps; i++) {
     d = i > lane ? bounded(d * weights.gate[i]) : (i == lane ? 1.f : 0.f);
     to[i * kPairRow + lane] = d;
   }

@@ -1,8 +1,10 @@
 // Gradients of the tokens of one chunk, once states and what was written are
 // known; see delta_grad.cu. Eight warps: with rows of K, warp r + 2 h has 16
 // tokens from 16 r on and every fourth tile. With pairs of tokens six of them
-// have a block of 16 x 16 each.
+// have a block of 16 x 16 each. Blocks of states are read where they lie: each
+// is wanted by two warps alone, and so more chunks are under way at once.
 #pragma once
+#include "delta_grad32_factors.cuh"
 #include "delta_grad32_scalars.cuh"
 
 template <int K, int V>
@@ -12,32 +14,31 @@ struct TokenShape : HeadShape<K, V> {
   static constexpr int kOwn = (Head::kRowTiles + kSides - 1) / kSides;  // tiles of 16 rows of K
   static constexpr int kRowsOfK = kChunk * Head::kKeyRow, kRowsOfV = kChunk * kValueRow;
   static constexpr int kPairs = kChunk * kPairRow;
-  static constexpr int kNumbers = 2 * kRowsOfK + 3 * kRowsOfV + 2 * Head::kState + 3 * kPairs;
+  static constexpr int kNumbers = 2 * kRowsOfK + 2 * kRowsOfV + 3 * kPairs;
 };
 
 template <int K, int V>
 constexpr int kTokenBytes = 4 * TokenShape<K, V>::kNumbers + static_cast<int>(sizeof(TokenSums));
 
-// Rows of a chunk into shared memory, kCols numbers each, padded.
-template <int kCols, bool kWide>
-__device__ __forceinline__ void fetch_rows(float* to, const float* from, long long stride,
-                                           int rows) {
-  constexpr int kPadded = (kCols + 15) / 16 * 16;
-  copy_rows<kChunk, kPadded, kPadded + kPad, kWide, kTokenThreads>(to, from, stride, rows, kCols,
-                                                                   threadIdx.x);
+// kCount floats, 128 bytes a thread.
+template <int kCount>
+__device__ __forceinline__ void prefetch_numbers(const float* from) {
+  static_assert(kCount <= 32 * kTokenThreads, "one turn");
+  if (threadIdx.x < kCount / 32) prefetch(from + 32 * threadIdx.x);
 }
 
-template <int K, int V, bool kDirect>
+template <int K, int V, bool kDirect, bool kStrained>
 struct TokenGradients {
   using S = TokenShape<K, V>;
+  using F = typename FactorOf<kStrained>::Type;
   const CallArgs& a;
   const GradArgs& g;
   const SlotChunk& chunk;
-  long long h;                       // head
-  const float *q, *k, *dy, *de, *e;  // in planes
-  const float *states, *late;        // in blocks of kStateBlock
-  const float* products;             // D_ij
-  float* pairs;                      // D_ij beta_j d_i . e_j, of reads by q and by k, in planes
+  int h;                           // head
+  const float *q, *k, *dy, *de;    // in planes, plain if kStrained
+  const float *e, *states, *late;  // in blocks, in global memory
+  const float* products;           // D_ij
+  float* pairs;                    // D_ij beta_j d_i . e_j, of reads by q and by k, like rows
   TokenSums& sums;
   int warp, lane;
   float scale;
@@ -64,23 +65,27 @@ struct TokenGradients {
 
   // What states give to dq and dk, and the inner products that gates need.
   __device__ __forceinline__ void read_states() {
-    float ge[S::kOwn][2][4] = {}, edge[2] = {}, last[2] = {};
+    float ge[S::kOwn][2][4] = {}, edge[2] = {}, last[2] = {}, corner = 0;
 #pragma unroll
     for (int m = 0; m < S::kOwn; m++)
 #pragma unroll
       for (int i = 0; i < 8; i++) dq[m][i / 4][i % 4] = dk[m][i / 4][i % 4] = 0;
 #pragma unroll 1
     for (int v = 0; v < S::kValueTiles; v++) {
-      const int at = r() * kBlock * S::kValueRow + v * 16;
-      const Split by_q = load_left(dy + at, S::kValueRow, lane);
-      const Split by_k = load_left(de + at, S::kValueRow, lane);
-      const Split wrote = load_left(e + at, S::kValueRow, lane);
+      F of_e;
+      load_block(of_e, e + (v * kBlocks + r()) * kBlockSize, lane);
       own_tiles([&](int m, int tile) {
-        const int from = (v * S::kRowTiles + tile) * kStateBlock;
-        const Split state = load_state(states + from, lane);
-        multiply(dq[m], by_q, state);
-        multiply(dk[m], by_k, state);
-        multiply(ge[m], wrote, load_state(late + from, lane));
+        const int from = (v * S::kRowTiles + tile) * kBlockSize;
+        const int at = r() * kBlock * S::kValueRow + v * 16;
+        F after, state, left;
+        load_block(after, late + from, lane);
+        load_block(state, states + from, lane);
+        add_product(ge[m], as_left(of_e), after);
+        load_left(left, dy + at, S::kValueRow, lane);
+        add_product(dq[m], left, state);
+        load_left(left, de + at, S::kValueRow, lane);
+        add_product(dk[m], left, state);
+        if (v % kBlocks == r()) corner += inner(state, after);  // once, of two warps
       });
     }
     own_tiles([&](int m, int tile) {
@@ -98,16 +103,6 @@ struct TokenGradients {
     });
     put_inner(sums.last, last);
     put_inner(sums.edge, edge);
-    float corner = 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < S::kState / 2; i += kTokenThreads) {
-      const int at = i / 128 * kStateBlock + i % 128;
-      const float2 x =
-          SplitPair{__float_as_uint(states[at]), __float_as_uint(states[at + 128])}.value();
-      const float2 y =
-          SplitPair{__float_as_uint(late[at]), __float_as_uint(late[at + 128])}.value();
-      corner += x.x * y.x + x.y * y.y;
-    }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) corner += __shfl_xor_sync(0xffffffffu, corner, step);
     if (lane == 0) sums.corner[warp] = corner;
@@ -123,8 +118,20 @@ struct TokenGradients {
     float terms[2][4] = {}, agree[2][4] = {};
     const float* const x = (by_k ? k : q) + r * kBlock * S::kKeyRow;
     const float* const d = (by_k ? de : dy) + r * kBlock * S::kValueRow;
-    multiply_rows(terms, x, k + c * kBlock * S::kKeyRow, S::kKeyRow, S::kRowTiles);
-    multiply_rows(agree, d, e + c * kBlock * S::kValueRow, S::kValueRow, S::kValueTiles);
+#pragma unroll 1
+    for (int i = 0; i < max(S::kRowTiles, S::kValueTiles); i++) {  // two sums side by side
+      F left, right;
+      if (i < S::kValueTiles) {
+        load_block(right, e + (i * kBlocks + c) * kBlockSize, lane);
+        load_left(left, d + i * 16, S::kValueRow, lane);
+        add_product(agree, left, right);
+      }
+      if (i < S::kRowTiles) {
+        load_right_transposed(right, k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
+        load_left(left, x + i * 16, S::kKeyRow, lane);
+        add_product(terms, left, right);
+      }
+    }
     const float sign = by_k ? -1.f : scale;
     const auto row = [&](int i) { return r * kBlock + lane / 4 + i % 4 / 2 * 8; };
 #pragma unroll
@@ -150,21 +157,22 @@ struct TokenGradients {
       }
       put_column(sums.for_beta[warp], j, column);
     }
-    Split left;
-    left.set(agree);
     float* const own = pairs + by_k * S::kPairs;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int at = row(i % 2 * 2) * kPairRow;
-      put_pair(own + at, c * kBlock + col(i / 2, 0), {left.high[i], left.low[i]});
-    }
+    for (int i = 0; i < 8; i += 2)
+      put_two<kStrained>(own + row(i) * kPairRow, c * kBlock + col(i / 4, 0), agree[i / 4][i % 4],
+                         agree[i / 4][i % 4 + 1]);
+    F left;
     left.set(terms);
 #pragma unroll 1
     for (int s = 0; s < kBlocks; s++) {
       float y[2][4] = {};
-      if (s >= c && s <= r)
-        multiply(y, left,
-                 split_right_transposed(products + s * kBlock * kPairRow + c * kBlock, kPairRow));
+      if (s >= c && s <= r) {
+        F right;
+        split_right_transposed(right, products + s * kBlock * kPairRow + c * kBlock, kPairRow,
+                               lane);
+        add_product(y, left, right);
+      }
 #pragma unroll
       for (int i = 0; i < 8; i += i % 4 == 1 ? 3 : 1) {
         const int n = s * kBlock + col(i / 4, i);
@@ -185,23 +193,23 @@ struct TokenGradients {
       const float* const below = pairs + r() * kBlock * kPairRow + c * kBlock;
       const float* const above = pairs + c * kBlock * kPairRow + r() * kBlock;
       const int from = c * kBlock * S::kKeyRow;
-      if (c <= r()) {
-        const Split by_q = load_left(below, kPairRow, lane);
-        const Split by_k = load_left(below + S::kPairs, kPairRow, lane);
-        own_tiles([&](int m, int tile) {
-          const Split keys = load_right(k + from + tile * 16, S::kKeyRow, lane);
-          multiply(dq[m], by_q, keys);
-          multiply(dk[m], by_k, keys);
-        });
-      }
-      if (c >= r()) {
-        const Split of_q = load_left_transposed(above, kPairRow, lane);
-        const Split of_k = load_left_transposed(above + S::kPairs, kPairRow, lane);
-        own_tiles([&](int m, int tile) {
-          multiply(dk[m], of_k, load_right(k + from + tile * 16, S::kKeyRow, lane));
-          multiply(dk[m], of_q, load_right(q + from + tile * 16, S::kKeyRow, lane));
-        });
-      }
+      own_tiles([&](int m, int tile) {
+        F left, right;
+        load_right(right, k + from + tile * 16, S::kKeyRow, lane);
+        if (c <= r()) {
+          load_left(left, below, kPairRow, lane);
+          add_product(dq[m], left, right);
+          load_left(left, below + S::kPairs, kPairRow, lane);
+          add_product(dk[m], left, right);
+        }
+        if (c >= r()) {
+          load_left_transposed(left, above + S::kPairs, kPairRow, lane);
+          add_product(dk[m], left, right);
+          load_right(right, q + from + tile * 16, S::kKeyRow, lane);
+          load_left_transposed(left, above, kPairRow, lane);
+          add_product(dk[m], left, right);
+        }
+      });
     }
     own_tiles([&](int m, int tile) {
       put_rows(kDirect ? g.dq : g.partial_dq, dq[m], tile);
@@ -215,7 +223,7 @@ struct TokenGradients {
                                             const float (&x)[2][4], int tile) const {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
-      const float2 two = load_pair(rows + row(i) * S::kKeyRow + tile * 16, col(i / 4, 0)).value();
+      const float2 two = two_of<kStrained>(rows + row(i) * S::kKeyRow + tile * 16, col(i / 4, 0));
       inner[i / 2 % 2] += sign * (two.x * x[i / 4][i % 4] + two.y * x[i / 4][i % 4 + 1]);
     }
   }
@@ -232,26 +240,6 @@ struct TokenGradients {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) column += __shfl_xor_sync(0xffffffffu, column, step);
     if (lane < 4) to[at] = column;
-  }
-  // The transposed block of plain numbers as a right factor.
-  __device__ __forceinline__ Split split_right_transposed(const float* block, int row) const {
-    Split x;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 two = *reinterpret_cast<const float2*>(block + (i / 2 * 8 + lane / 4) * row +
-                                                          i % 2 * 8 + lane % 4 * 2);
-      SplitPair both;
-      both.set(two.x, two.y);
-      x.high[i] = both.high, x.low[i] = both.low;
-    }
-    return x;
-  }
-  __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const float* rows,
-                                                const float* columns, int length, int tiles) const {
-#pragma unroll 2
-    for (int i = 0; i < tiles; i++)
-      multiply(d, load_left(rows + i * 16, length, lane),
-               load_right_transposed(columns + i * 16, length, lane));
   }
   __device__ __forceinline__ void put_rows(void* to, const float (&x)[2][4], int tile) const {
 #pragma unroll

@@ -2,53 +2,11 @@
 // 16 columns of the state on the way forward, or of the state's gradient on the way back. Two warps
 // have a column between them; each adds what the other one read to its own.
 #pragma once
-#include "delta_grad32_space.cuh"
-#include "tf32_blocks.cuh"
-
-constexpr bool kWhole = true;  // products: errors go from chunk to chunk, and memory is slower
+#include "delta_grad32_factors.cuh"
 
 // 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
 using ChunkColumns = float[kBlocks][2][4];
-
-// Factors of products: of plain rows in a chunk that is strained, else of planes.
-template <bool kStrained>
-struct FactorOf {
-  using Type = Split;
-};
-template <>
-struct FactorOf<true> {
-  using Type = Factor;
-};
-__device__ __forceinline__ void add_product(float (&d)[2][4], const Split& a, const Split& b) {
-  multiply<kWhole>(d, a, b);
-}
-__device__ __forceinline__ void add_product(float (&d)[2][4], const Factor& a, const Factor& b) {
-  multiply(d, a, b);
-}
-__device__ __forceinline__ void load_right(Split& x, const float* block, int row, int lane) {
-  x = load_right(block, row, lane);
-}
-__device__ __forceinline__ void load_right(Factor& x, const float* block, int row, int lane) {
-  x = load_right_factor(block, row, lane);
-}
-__device__ __forceinline__ void load_right_transposed(Split& x, const float* block, int row,
-                                                      int lane) {
-  x = load_right_transposed(block, row, lane);
-}
-__device__ __forceinline__ void load_right_transposed(Factor& x, const float* block, int row,
-                                                      int lane) {
-  x = load_right_factor_transposed(block, row, lane);
-}
-__device__ __forceinline__ void load_left_transposed(Split& x, const float* block, int row,
-                                                     int lane) {
-  x = load_left_transposed(block, row, lane);
-}
-__device__ __forceinline__ void load_left_transposed(Factor& x, const float* block, int row,
-                                                     int lane) {
-  float numbers[2][4];
-  load_sum_transposed(numbers, block, row, lane);
-  x.set(numbers);
-}
+constexpr int kUnrolled = 2;
 
 // Part of a state, transposed: 16 columns down, tiles of 8 rows across, as mma leaves them. S gives
 // the lengths of rows in shared memory. Tensor cores round sums toward zero: what a chunk adds to
@@ -83,14 +41,15 @@ struct Walker {
       for (int i = 0; i < 8; i++) x[n][i / 4][i % 4] = own.x[n][i / 4][i % 4];
   }
 
-  // The state as it was goes to `saved`, from its block of these columns on, where that is not
-  // null. E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j k_j e_j^T.
+  // The state as it was goes to `saved`, from its block of these columns on, and E to `misses`,
+  // where `saved` is not null. E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j
+  // k_j e_j^T.
   template <bool kStrained>
-  __device__ __forceinline__ void forward(ChunkColumns& e, const float* k, const float* v,
-                                          const float* inverse, const ChunkWeights& weights,
-                                          float* saved) {
+  __device__ __forceinline__ void forward(const float* k, const float* v, const float* inverse,
+                                          const ChunkWeights& weights, float* saved,
+                                          float* misses) {
     using F = typename FactorOf<kStrained>::Type;
-    ChunkColumns rest;
+    ChunkColumns rest, e;
     read<F>(rest, k, saved);
     combine(rest);
     v += afresh(lane / 4);  // for which no register is held meanwhile
@@ -113,14 +72,15 @@ struct Walker {
         add_product(e[r], left, right);
       }
     }
+    if (saved) put_blocks<F>(misses, e);
     float added[S::kOwnTiles][2][4] = {};
-#pragma unroll
+#pragma unroll(kUnrolled)
     for (int b = 0; b < kBlocks; b++) {
       float wrote[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
         wrote[i / 4][i % 4] =
-            weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4];
+            weights.to_end[token(b, i)] * weights.beta[token(b, i)] * number(e, b, i);
       F left;
       left.set(wrote);
       add_rows(added, left, k + b * kBlock * S::kKeyRow);
@@ -170,7 +130,7 @@ struct Walker {
     }
     const float up = lift(weights.from_start[0]);
     float added[S::kOwnTiles][2][4] = {};
-#pragma unroll
+#pragma unroll(kUnrolled)
     for (int b = 0; b < kBlocks; b++) {
       F left;
       if (kStrained) {
@@ -186,7 +146,7 @@ struct Walker {
       float missed[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        missed[i / 4][i % 4] = -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4];
+        missed[i / 4][i % 4] = -up * weights.from_start[token(b, i)] * number(de, b, i);
       left.set(missed);
       add_rows(added, left, k + b * kBlock * S::kKeyRow);
     }
@@ -198,21 +158,41 @@ struct Walker {
   // rows are real.
   __device__ __forceinline__ void put(float* to, long long stride, const ChunkColumns& e,
                                       int tokens, int columns) const {
-    const unsigned second = S::kParts > 1 && part ? 0xffffffffu : 0;
 #pragma unroll
     for (int b = 0; b < kBlocks / S::kParts; b++)
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int t = token(b + part, i), col = lane / 4 + i / 2 % 2 * 8;
         if (t >= tokens || col >= columns) continue;
-        // a choice by the part would put all of e into local memory
-        const unsigned own = __float_as_uint(e[b][i / 4][i % 4]) & ~second;
-        const unsigned next = __float_as_uint(e[kBlocks - 1][i / 4][i % 4]) & second;
-        to[t * stride + col] = __uint_as_float(own | next);
+        to[t * stride + col] = own(e, b, i);
       }
   }
 
  private:
+  // Number i of block b, which may be known late.
+  static __device__ __forceinline__ float number(const ChunkColumns& e, int b, int i) {
+    return b == 0 ? e[0][i / 4][i % 4] : e[kBlocks - 1][i / 4][i % 4];
+  }
+  // Number i of the part's block b. A choice by the part would put all of e into local memory.
+  __device__ __forceinline__ float own(const ChunkColumns& e, int b, int i) const {
+    const unsigned second = S::kParts > 1 && part ? 0xffffffffu : 0;
+    const unsigned first = __float_as_uint(e[b][i / 4][i % 4]) & ~second;
+    const unsigned next = __float_as_uint(e[kBlocks - 1][i / 4][i % 4]) & second;
+    return __uint_as_float(first | next);
+  }
+  // The part's tokens of the columns of a chunk, as blocks.
+  template <class F>
+  __device__ __forceinline__ void put_blocks(float* to, const ChunkColumns& e) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks / S::kParts; b++) {
+      float x[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[i / 4][i % 4] = own(e, b, i);
+      F factor;
+      factor.set(x);
+      put_block(to + (b + part) * kBlockSize, x, factor, lane);
+    }
+  }
   __device__ __forceinline__ int tile(int n) const { return part * S::kOwnTiles + n; }
   __device__ __forceinline__ bool real(int n) const {
     return S::kRowTiles % S::kParts == 0 || tile(n) < S::kRowTiles;
@@ -251,11 +231,9 @@ struct Walker {
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++) {
       if (!real(n)) continue;
-      Split planes;
-      planes.set(x[n]);
-      if (saved) put_state(saved + tile(n) * kStateBlock, planes, lane);
       F left, right;
       left.set(x[n]);
+      if (saved) put_block(saved + tile(n) * kBlockSize, x[n], left, lane);
 #pragma unroll
       for (int b = 0; b < kBlocks; b++) {
         load_right_transposed(right, k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow, lane);

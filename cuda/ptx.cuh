@@ -180,6 +180,10 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global,
                  "l"(global), "n"(kBytes), "r"(valid_bytes)
                  : "memory");
 }
+// 128 bytes of global memory into the cache of the whole GPU.
+__device__ __forceinline__ void prefetch(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -26,7 +26,8 @@ struct ChunkInSlot {
           past = middle;
       }
     } else {
-      n = slot / ((a.T + kChunk - 1) / kChunk);
+      // as a grid has fewer blocks than 2^32
+      n = static_cast<unsigned>(slot) / static_cast<unsigned>((a.T + kChunk - 1) / kChunk);
     }
     const Sequence range = sequence(a, n);
     b = range.b;

@@ -64,32 +64,37 @@ __device__ __forceinline__ void put_pair(float* row, int col, const SplitPair& x
   row[pair_at(col) + 4] = __uint_as_float(x.low);
 }
 
-// Splits rows of kCols numbers, times factor(row), by whole warps: a lane takes 4 numbers, those
-// that copy_rows with 16 bytes a copy has brought in the same thread.
+// Eight neighbouring numbers, times f, as what stands for them in planes.
+struct Eight {
+  float4 high, low;
+
+  __device__ __forceinline__ void set(const float4& x, const float4& y, float f = 1.f) {
+    SplitPair two[4];
+    two[0].set(f * x.x, f * x.y);
+    two[1].set(f * x.z, f * x.w);
+    two[2].set(f * y.x, f * y.y);
+    two[3].set(f * y.z, f * y.w);
+    high = {__uint_as_float(two[0].high), __uint_as_float(two[1].high),
+            __uint_as_float(two[2].high), __uint_as_float(two[3].high)};
+    low = {__uint_as_float(two[0].low), __uint_as_float(two[1].low), __uint_as_float(two[2].low),
+           __uint_as_float(two[3].low)};
+  }
+};
+
+// Splits rows of kCols numbers, times factor(row), a lane 8 numbers at a time: eight lanes have
+// rows and columns in different banks.
 template <int kRows, int kCols, int kRow, int kThreads, class F>
 __device__ __forceinline__ void split_rows(float* rows, int thread, F factor) {
-  constexpr int kCount = kRows * kCols / 4;
-  static_assert(kRows * kCols % 128 == 0, "whole warps");
-#pragma unroll 2
-  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
-    const int e = thread + turn * kThreads;
-    if (kCount % kThreads != 0 && e >= kCount) break;
-    const int row = e / (kCols / 4);
-    float4& at = *reinterpret_cast<float4*>(rows + row * kRow + e % (kCols / 4) * 4);
-    const float4 x = at;
-    const float f = factor(row);
-    SplitPair first, second;
-    first.set(f * x.x, f * x.y);
-    second.set(f * x.z, f * x.w);
-    const bool odd = e % 2;  // has the low parts of both lanes
-    const unsigned given[2] = {odd ? first.high : first.low, odd ? second.high : second.low};
-    unsigned taken[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) taken[i] = __shfl_xor_sync(0xffffffffu, given[i], 1);
-    const unsigned out[4] = {odd ? taken[0] : first.high, odd ? taken[1] : second.high,
-                             odd ? first.low : taken[0], odd ? second.low : taken[1]};
-    at = {__uint_as_float(out[0]), __uint_as_float(out[1]), __uint_as_float(out[2]),
-          __uint_as_float(out[3])};
+  constexpr int kCount = kRows * kCols / 8, kSide = kCols % 32 == 0 ? 4 : 2;
+  static_assert(kCols % 16 == 0 && kRow % 4 == 0, "whole vectors");
+#pragma unroll 1
+  for (int i = thread; i < kCount; i += kThreads) {
+    const int row = i / kSide % kRows, col = (i / (kSide * kRows) * kSide + i % kSide) * 8;
+    float4* const at = reinterpret_cast<float4*>(rows + row * kRow + col);
+    Eight x;
+    x.set(at[0], at[1], factor(row));
+    at[0] = x.high;
+    at[1] = x.low;
   }
 }
 template <int kRows, int kCols, int kRow, int kThreads>

@@ -157,6 +157,20 @@ def few_keys(x: dict) -> dict:
     return x | {"k": k}
 
 
+def reflected(x: dict) -> dict:
+    """The same key again and again, and betas of 2: the state is reflected each time."""
+    return one_key(x) | {"beta": np.full_like(x["beta"], 2)}
+
+
+def reflected_by_turns(x: dict) -> dict:
+    """Eight orthonormal keys by turns, and betas of 2."""
+    k = x["k"].copy()
+    for b, _, h in np.ndindex(k.shape[0], 1, k.shape[2]):
+        basis = np.linalg.qr(k[b, :8, h].astype(np.float64).T)[0].T.astype(k.dtype)
+        k[b, :, h] = basis[np.arange(k.shape[1]) % 8]
+    return x | {"k": k, "beta": np.full_like(x["beta"], 2)}
+
+
 def like_keys(x: dict) -> dict:
     """Keys that nearly repeat, gates near 1."""
     k = 0.3 * x["k"].astype(np.float32) + x["k"][:, :1].astype(np.float32)
@@ -225,6 +239,8 @@ CASES += [
     Case(64, 64, T=1000, H=1, Hq=1, gate="random", prepare=one_key, dtype="float32"),
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=betas, dtype="float32"),
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=few_keys, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=reflected, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=reflected_by_turns, dtype="float32"),
     Case(64, 64, T=300, gate="0.9995", prepare=some_betas, dtype="float32"),
     Case(40, 17, T=200, wide=False, gate="one", prepare=some_betas, dtype="float32"),
 ]
@@ -322,6 +338,7 @@ PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state; ga
     "delta_grad": [Case(72, 24, T=200), Case(32, 32, T=140, prepare=soaring, gate="random")],
     "delta_grad32": [
         Case(40, 24, T=100, dtype="float32"),
+        Case(32, 32, T=100, prepare=betas, dtype="float32"),
         Case(17, 33, T=65, wide=False, dtype="float32"),
     ],
 }

@@ -106,7 +106,7 @@ class DeltaGradTile32(DeltaGradTile):
     @property
     def prepare_bytes(self) -> int:
         rows = 2 * self.chunk * (16 * _tiles(self.K) + 8)
-        return 4 * rows + 2 * self.pair_bytes + self.weight_bytes
+        return 4 * rows + 3 * self.pair_bytes + self.weight_bytes
 
     @property
     def walk_bytes(self) -> int:
@@ -117,8 +117,7 @@ class DeltaGradTile32(DeltaGradTile):
 
     @property
     def token_bytes(self) -> int:
-        numbers = 2 * self._rows(self.K) + 3 * self._rows(self.V)
-        numbers += 2 * 256 * _tiles(self.V) * _tiles(self.K)
+        numbers = 2 * self._rows(self.K) + 2 * self._rows(self.V)
         sums = self.weight_bytes + 4 * (21 * self.chunk + 8)  # sizeof(TokenSums)
         return 4 * numbers + 3 * self.pair_bytes + sums
 

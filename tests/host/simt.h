@@ -324,6 +324,7 @@ SIMT_INLINE void cp_async(void* shared, const void* global, int valid_bytes = BY
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   simt::copy_async(shared, global, BYTES, valid_bytes, {"cp_async", file, line});
 }
+inline void prefetch(const void*) {}
 SIMT_INLINE void cp_async_commit() { simt::copy_commit(); }
 template <int N>
 SIMT_INLINE void cp_async_wait() {
