@@ -1,8 +1,9 @@
 // Gradients of the delta rule in chunks of 32 tokens on tensor cores, for float32; the equations
 // are those of delta_grad.cu. Factors are split in two numbers of bfloat16 (split_rows.cuh), and in
-// two of TF32 where a chunk is prepared and in walks where it is strained. delta_grad32_prepare
-// makes the inverse and P of all chunks; delta_grad32_walk goes through the chunks for S and E, and
-// in other blocks back for G and dE; delta_grad32_tokens makes the rest, all chunks at once.
+// two of TF32 where a chunk is prepared and where it is strained. delta_grad32_prepare makes the
+// inverse and P of all chunks; delta_grad32_walk goes through the chunks for S and E, and in other
+// blocks back for G and dE; delta_grad32_tokens makes the rest, all chunks at once, but of strained
+// ones, which delta_grad32_strained has.
 #include "delta_grad32_copy.cuh"
 #include "delta_grad32_prepare.cuh"
 #include "delta_grad32_tokens.cuh"
@@ -129,28 +130,18 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
   }
 }
 
-template <int K, int V, bool kDirect, bool kStrained>
-__device__ __forceinline__ void make_gradients(TokenGradients<K, V, kDirect, kStrained> own) {
-  own.pair_up();
-  own.read_states();
-  __syncthreads();
-  if (own.warp == kPairWarps)  // which has had the least to do
-    put_scalars<kDirect>(own.a, own.g, own.chunk, own.h, own.sums, own.lane);
-  own.finish();
-}
-
-// grid: slots * H. block: kTokenThreads.
-template <int K, int V, bool kWide, bool kDirect>
-__global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
-    delta_grad32_tokens(const CallArgs a, const GradArgs g, const SpaceArgs space) {
+// Gradients of one chunk of a head, if it is strained or is not, by a block of kTokenThreads.
+template <int K, int V, bool kWide, bool kDirect, bool kStrained>
+__device__ __forceinline__ void make_gradients(const CallArgs& a, const GradArgs& g,
+                                               const SpaceArgs& space, float* shared,
+                                               unsigned item) {
   using S = TokenShape<K, V>;
-  DYNAMIC_SHARED(float, shared);
   float *const q = shared, *const k = q + S::kRowsOfK, *const dy = k + S::kRowsOfK;
   float *const de = dy + S::kRowsOfV, *const products = de + S::kRowsOfV;
   float* const pairs = products + S::kPairs;
   TokenSums& sums = *reinterpret_cast<TokenSums*>(pairs + 2 * S::kPairs);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const unsigned item = blockIdx.x, heads = static_cast<unsigned>(a.H), h = item % heads;
+  const unsigned heads = static_cast<unsigned>(a.H), h = item % heads;
   const unsigned hq = h / static_cast<unsigned>(a.group);
   const SlotChunk chunk(a, item / heads);
   if (chunk.tokens == 0) return;
@@ -158,6 +149,8 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
   const float* const weights = reinterpret_cast<const float*>(&space.prepared[item].weights);
   constexpr int kWeights = sizeof(ChunkWeights) / 4, kMisses = kChunk * S::kValues;
   static_assert(kWeights <= 4 * kTokenThreads, "a vector a thread");
+  if (threadIdx.x == 0)
+    sums.first = b * a.T + t, sums.tokens = chunk.tokens, sums.head = static_cast<int>(h);
   if (threadIdx.x < kWeights / 4)
     cp_async<16>(reinterpret_cast<float*>(&sums.weights) + 4 * threadIdx.x,
                  weights + 4 * threadIdx.x);
@@ -166,12 +159,12 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
   const bool second = warp % 4 / 2;  // a warp has half of the rows of q, k, dy or de
   const int row0 = warp % 2 * kBlock;
   if (warp < 4)
-    copy_rows<S::kKeys, S::kKeyRow, kWide>(
+    copy_rows<kBlock, S::kKeys, S::kKeyRow, kWide, 32>(
         second ? k : q,
         second ? head_rows(a.k, a.k_stride, b, t, hq) : head_rows(a.q, a.q_stride, b, t, hq),
         second ? a.k_stride[1] : a.q_stride[1], row0, chunk.tokens, K, lane);
   else if (second || g.dy)
-    copy_rows<S::kValues, S::kValueRow, kWide>(
+    copy_rows<kBlock, S::kValues, S::kValueRow, kWide, 32>(
         second ? de : dy,
         second ? head_rows(a.y, a.y_stride, b, t, h) : head_rows(g.dy, g.dy_stride, b, t, h),
         second ? a.y_stride[1] : g.dy_stride[1], row0, chunk.tokens, V, lane);
@@ -184,20 +177,47 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
   prefetch_numbers<S::kState>(late);
   cp_async_wait<0>();
   __syncthreads();
+  if (!kStrained && sums.weights.strained) return;
   put_products<kTokenThreads / 32>(products, sums.weights, warp, lane);
-  if (!sums.weights.strained) {
-    split_rows<2 * kChunk, S::kKeys, S::kKeyRow, kTokenThreads>(q, threadIdx.x);  // and k
-    split_rows<2 * kChunk, S::kValues, S::kValueRow, kTokenThreads>(dy, threadIdx.x);
+  if (!kStrained && S::kKeyRow == S::kValueRow) {
+    split_rows<kChunk, S::kKeys, S::kKeyRow, kTokenThreads>({q, k, dy, de}, threadIdx.x);
+  } else if (!kStrained) {
+    split_rows<kChunk, S::kKeys, S::kKeyRow, kTokenThreads>({q, k}, threadIdx.x);
+    split_rows<kChunk, S::kValues, S::kValueRow, kTokenThreads>({dy, de}, threadIdx.x);
   }
   __syncthreads();
   const float scale = static_cast<float>(a.scale);
-  const int head = static_cast<int>(h);
-  if (sums.weights.strained)
-    make_gradients(TokenGradients<K, V, kDirect, true>{a, g, chunk, head, q, k, dy, de, e, states,
-                                                       late, products, pairs, sums, warp,
-                                                       afresh(lane), scale});
-  else
-    make_gradients(TokenGradients<K, V, kDirect, false>{a, g, chunk, head, q, k, dy, de, e, states,
-                                                        late, products, pairs, sums, warp, lane,
-                                                        scale});
+  TokenGradients<K, V, kDirect, kStrained> own = {
+      a, g, q, k, dy, de, e, states, late, products, pairs, sums, warp, lane, scale};
+  own.pair_up();
+  own.read_states();
+  __syncthreads();
+  if (warp == kPairWarps) put_scalars<kDirect>(a, g, sums, lane);  // which has had the least to do
+  own.finish();
+}
+
+// grid: slots * H. block: kTokenThreads.
+template <int K, int V, bool kWide, bool kDirect>
+__global__ void __launch_bounds__(kTokenThreads, kWide ? kTokenBlocks : 2)
+    delta_grad32_tokens(const CallArgs a, const GradArgs g, const SpaceArgs space) {
+  DYNAMIC_SHARED(float, shared);
+  make_gradients<K, V, kWide, kDirect, false>(a, g, space, shared, blockIdx.x);
+}
+
+// The same of strained chunks, which are rare: in a kernel of their own, since they take more
+// registers. grid: slots * H / kLooked, rounded up. block: kTokenThreads.
+constexpr int kLooked = 8;  // chunks of heads that a block has a look at
+template <int K, int V, bool kWide, bool kDirect>
+__global__ void __launch_bounds__(kTokenThreads, 2)
+    delta_grad32_strained(const CallArgs a, const GradArgs g, const SpaceArgs space) {
+  DYNAMIC_SHARED(float, shared);
+  const unsigned lane = threadIdx.x % 32, first = blockIdx.x * kLooked, item = first + lane;
+  const bool there = lane < kLooked && item < space.slots * a.H &&
+                     SlotChunk(a, item / static_cast<unsigned>(a.H)).tokens > 0;
+  const bool strained = there && space.prepared[item].weights.strained;
+  for (unsigned left = __ballot_sync(0xffffffffu, strained); left; left &= left - 1) {
+    make_gradients<K, V, kWide, kDirect, true>(a, g, space, shared,
+                                               first + __ffs(static_cast<int>(left)) - 1);
+    __syncthreads();
+  }
 }

@@ -63,14 +63,26 @@ struct ChunkCopier {
       cp_async<16>(weights(shared, i) + e, from + e);
   }
 
-  // The chunk of turn i, and weights of the one that comes after it: of k, q and values a warp has
-  // half of the rows, and of pairs all of one kind.
+  // The chunk of turn i, and weights of the one that comes after it.
   __device__ __forceinline__ void fetch(float* shared, int i) const {
+    const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
     if (i < chunks) {
-      const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
-      const int lane = thread % 32;
-#pragma unroll 1
-      for (int role = thread / 32; role < 8; role += S::kWalkers) fetch(shared, i, role, lane);
+      const int c = chunk(i);
+      float* const stage = this->stage(shared, i);
+      const long long t = static_cast<long long>(c) * kChunk;
+      const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
+      copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(stage, k + t * k_stride, k_stride,
+                                                                  0, rows, K, thread);
+      if (back)
+        copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(
+            stage + S::kRowsOfK, q + t * q_stride, q_stride, 0, rows, K, thread);
+      if (values)
+        copy_rows<kChunk, kBlockCols, S::kValueRow, kWide, S::kThreads>(
+            stage + S::kValuesAt, values + t * value_stride, value_stride, 0, rows, cols, thread);
+      const Prepared& from = prepared[c * prepared_stride];
+      float* const pairs = stage + S::kPairsAt;
+      copy_pairs<S::kThreads>(pairs, from.inverse, thread);
+      if (back) copy_pairs<S::kThreads>(pairs + S::kPairs, from.scores, thread);
       if (i + 1 < chunks) fetch_weights(shared, i + 1);
     }
     cp_async_commit();
@@ -82,13 +94,20 @@ struct ChunkCopier {
     const int thread = threadIdx.x - first_thread;
     if (strained(shared, i)) return;
     float* const k = stage(shared, i);
-    split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>(k, thread);
-    if (!back) return;
+    float* const q = k + S::kRowsOfK;
+    float* const values = k + S::kValuesAt;
+    constexpr bool kAlike = S::kKeyRow == S::kValueRow;
     const float* const from_start = weights(shared, i);
     const float factor = scale * lift(from_start[0]);
-    split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>(
-        k + S::kRowsOfK, thread, [=](int row) { return factor * from_start[row]; });
-    if (values) split_rows<kChunk, kBlockCols, S::kValueRow, S::kThreads>(k + S::kValuesAt, thread);
+    const auto share = [=](int m, int row) { return m == 1 ? factor * from_start[row] : 1.f; };
+    if (!back)
+      split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>({k}, thread);
+    else if (kAlike)
+      split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>({k, q, values}, thread, share);
+    else
+      split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>({k, q}, thread, share);
+    if (back && !kAlike)
+      split_rows<kChunk, kBlockCols, S::kValueRow, S::kThreads>({values}, thread);
   }
 
   // Waits for the chunk of turn i, and starts on one that comes later.
@@ -98,29 +117,6 @@ struct ChunkCopier {
     fetch(shared, i + kStages - 1);
     split(shared, i);
     __syncthreads();
-  }
-
- private:
-  __device__ __forceinline__ void fetch(float* shared, int i, int role, int lane) const {
-    const int c = chunk(i), row0 = role % 2 * kBlock;
-    float* const stage = this->stage(shared, i);
-    const long long t = static_cast<long long>(c) * kChunk;
-    const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
-    const bool second = role == 2 || role == 3 || role == 7;  // which the way forward has not
-    if (second && !back) return;
-    if (role < 4) {
-      const long long stride = second ? q_stride : k_stride;
-      copy_rows<S::kKeys, S::kKeyRow, kWide>(
-          stage + second * S::kRowsOfK, (second ? q : k) + t * stride, stride, row0, rows, K, lane);
-    } else if (role < 6) {
-      if (values)
-        copy_rows<kBlockCols, S::kValueRow, kWide>(stage + S::kValuesAt, values + t * value_stride,
-                                                   value_stride, row0, rows, cols, lane);
-    } else {
-      const Prepared& from = prepared[c * prepared_stride];
-      copy_pairs(stage + S::kPairsAt + second * S::kPairs, second ? from.scores : from.inverse,
-                 lane);
-    }
   }
 };
 

@@ -5,8 +5,6 @@
 #include "delta_grad32_space.cuh"
 #include "tf32_blocks.cuh"
 
-constexpr bool kWhole = true;  // products: errors go from chunk to chunk, and memory is slower
-
 template <bool kStrained>
 struct FactorOf {
   using Type = Split;
@@ -16,7 +14,7 @@ struct FactorOf<true> {
   using Type = Factor;
 };
 __device__ __forceinline__ void add_product(float (&d)[2][4], const Split& a, const Split& b) {
-  multiply<kWhole>(d, a, b);
+  multiply(d, a, b);
 }
 __device__ __forceinline__ void add_product(float (&d)[2][4], const Factor& a, const Factor& b) {
   multiply(d, a, b);

@@ -12,18 +12,23 @@ constexpr int kPrepareThreads = 64 * kBlocks;
 template <int K>
 constexpr float kMostAlike = 868.f / K;
 constexpr float kMostErrors = 16;
+// So many betas past so much turn states about, and damp no errors.
+constexpr int kMostTurns = 4;
+constexpr float kTurns = 1.9f;
 
 template <int K>
 struct PrepareShape {
   static constexpr int kRowTiles = (K + 15) / 16;
   static constexpr int kKeyRow = kRowTiles * 16 + 8;  // pairs of numbers in different banks
   static constexpr int kRowsOfK = kChunk * kKeyRow, kPairs = kChunk * kPairRow;
+  static constexpr int kScoresAt = kKeyRow < kPairRow ? 2 * kRowsOfK : 0;  // else in place of q
+  static constexpr int kProductsAt = 2 * kRowsOfK + (kScoresAt > 0 ? kPairs : 0);
   static constexpr int kBytes =
-      4 * (2 * kRowsOfK + 3 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
+      4 * (kProductsAt + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
 };
 
-// A of a strained chunk, A_ij at i (i - 1) / 2 + j. A key that comes again and again makes the same
-// error each time, so that it is in double.
+// A of a chunk that damps no errors, A_ij at i (i - 1) / 2 + j. A key that comes again and again
+// makes the same error each time, so that it is in double.
 template <int kCols, int kRow>
 __device__ __forceinline__ void put_errors(double* to, const float* k, const float* products,
                                            const ChunkWeights& weights, int thread) {
@@ -99,15 +104,15 @@ __device__ __forceinline__ void put_pairs(float* to, const float* from, int thre
 
 // grid: slots * H. block: kPrepareThreads.
 template <int K, bool kWide>
-__global__ void __launch_bounds__(kPrepareThreads, 6)
+__global__ void __launch_bounds__(kPrepareThreads, 7)
     delta_grad32_prepare(const CallArgs a, const SpaceArgs space) {
   using S = PrepareShape<K>;
   static_assert(!kWide || K % 4 == 0, "rows of whole vectors");
   DYNAMIC_SHARED(float, shared);
-  float *const q = shared, *const k = q + S::kRowsOfK, *const products = k + S::kRowsOfK;
-  float *const errors = products + S::kPairs, *const scores = errors + S::kPairs;  // A, and P
+  float *const q = shared, *const k = q + S::kRowsOfK, *const products = shared + S::kProductsAt;
+  float *const errors = products + S::kPairs, *const scores = shared + S::kScoresAt;  // A, and P
   float* const inverse = products;  // once these are no longer wanted
-  ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(scores + S::kPairs);
+  ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(errors + S::kPairs);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const unsigned item = blockIdx.x, heads = static_cast<unsigned>(a.H), h = item % heads;
   const unsigned hq = h / static_cast<unsigned>(a.group);
@@ -117,16 +122,21 @@ __global__ void __launch_bounds__(kPrepareThreads, 6)
   const bool of_k = warp / kBlocks;
   const int r = warp % kBlocks;
   const long long stride = of_k ? a.k_stride[1] : a.q_stride[1];
-  copy_rows<S::kRowTiles * 16, S::kKeyRow, kWide>(
+  copy_rows<kBlock, S::kRowTiles * 16, S::kKeyRow, kWide, 32>(
       of_k ? k : q,
       of_k ? head_rows(a.k, a.k_stride, chunk.b, chunk.first, hq)
            : head_rows(a.q, a.q_stride, chunk.b, chunk.first, hq),
       stride, r * kBlock, chunk.tokens, K, lane);
   cp_async_commit();
-  if (warp == 0) weigh(weights, a, chunk, h, lane);
+  Stored stored;
+  if (warp == 0) stored.load(a, chunk, h, lane);
   cp_async_wait<0>();
   __syncthreads();
-  put_products<kPrepareThreads / 32>(products, weights, warp, lane);
+  if (warp == 0) {  // which has half as much to multiply as others
+    weigh(weights, a, stored, lane);
+    __syncwarp();
+    put_products<1>(products, weights, 0, lane);
+  }
 
   float sum[kBlocks][2][4] = {}, alike = 0, squares = 0;
 #pragma unroll 1
@@ -178,12 +188,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 6)
   __syncthreads();
   const bool strained = !(weights.strain[0] + weights.strain[1] <= 1);
   double* const exact = reinterpret_cast<double*>(errors);
-  if (strained) {
+  const bool exactly = __popc(__ballot_sync(0xffffffffu, weights.beta[lane] > kTurns)) > kMostTurns;
+  if (exactly) {
     put_errors<S::kRowTiles * 16, S::kKeyRow>(exact, k, products, weights, threadIdx.x);
     __syncthreads();
   }
   if (warp == 0) {
-    if (strained)
+    if (exactly)
       invert_exactly(inverse, exact, lane);
     else
       invert(inverse, errors, lane);

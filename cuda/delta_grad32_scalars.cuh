@@ -6,7 +6,7 @@ constexpr int kSides = 4;      // warps that have the same tokens
 constexpr int kPairWarps = 6;  // blocks on and below the diagonal, of reads by q and by k
 constexpr int kTokenThreads = 32 * kSides * kBlocks;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10)
-constexpr int kTokenBlocks = 3;  // for which there is shared memory
+constexpr int kTokenBlocks = 4;  // for which there is shared memory
 #else
 constexpr int kTokenBlocks = 2;
 #endif
@@ -14,6 +14,8 @@ constexpr float kLeastBeta = 8.6736174e-19f;  // 2^-60
 
 struct TokenSums {
   ChunkWeights weights;
+  long long first;  // token, of those of all batch entries
+  int tokens, head;
   float for_beta[kPairWarps][kChunk], for_gate[kPairWarps][kChunk];  // by warp
   float edge[kSides][kChunk],
       last[kSides][kChunk];        // x_i S d_i and k_j G e_j, by parts of K
@@ -24,7 +26,6 @@ struct TokenSums {
 // Gradients of gate and beta of a token a lane, by one warp.
 template <bool kDirect>
 __device__ __forceinline__ void put_scalars(const CallArgs& a, const GradArgs& g,
-                                            const SlotChunk& chunk, long long h,
                                             const TokenSums& sums, int lane) {
   const ChunkWeights& weights = sums.weights;
   const int t = lane;
@@ -66,8 +67,8 @@ __device__ __forceinline__ void put_scalars(const CallArgs& a, const GradArgs& g
   earlier = __shfl_up_sync(0xffffffffu, earlier, 1);
   for_gate += (t > 0 ? weights.from_start[t - 1] : 1.f) * later;
   if (t > 0) for_gate += weights.to_end[t] * earlier;
-  if (t >= chunk.tokens) return;
-  const long long at = (chunk.b * a.T + chunk.first + t) * a.H + h;
+  if (t >= sums.tokens) return;
+  const long long at = (sums.first + t) * a.H + sums.head;
   if (kDirect) {
     if (a.gate_kind == kLogOfInputs || a.gate_kind == kLogOfFloat)
       for_gate = exact_product(weights.gate[t], for_gate);

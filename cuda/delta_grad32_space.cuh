@@ -53,21 +53,21 @@ __device__ __forceinline__ const float* head_rows(const void* x, const long long
   return static_cast<const float*>(x) + b * stride[0] + t * stride[1] + h * stride[2];
 }
 
-// 16 of the rows that begin at `from` into shared memory, from row `row0` on, by one warp: kCols
-// numbers a row, of which `cols` are real, as are `rows` rows. Of warps that copy other rows each
-// has few addresses to work out.
-template <int kCols, int kRow, bool kWide>
+// kRows of the rows that begin at `from` into shared memory, from row `row0` on, by kThreads
+// threads: kCols numbers a row, of which `cols` are real, as are `rows` rows.
+template <int kRows, int kCols, int kRow, bool kWide, int kThreads>
 __device__ __forceinline__ void copy_rows(float* to, const float* from, long long stride, int row0,
-                                          int rows, int cols, int lane) {
-  constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep, kTurns = kBlock * kSteps / 32;
-  constexpr int kApart = 32 % kSteps == 0 ? 32 / kSteps : 0;  // rows, each turn
-  const float* next = from + (row0 + lane / kSteps) * stride + lane % kSteps * kStep;
+                                          int rows, int cols, int thread) {
+  constexpr int kStep = kWide ? 4 : 1, kSteps = kCols / kStep, kCount = kRows * kSteps;
+  constexpr int kApart = kThreads % kSteps == 0 ? kThreads / kSteps : 0;  // rows, each turn
+  const float* next = from + (row0 + thread / kSteps) * stride + thread % kSteps * kStep;
   to += row0 * kRow;
 #pragma unroll(kWide ? 4 : 1)
-  for (int turn = 0; turn < kTurns; turn++) {
-    const int e = lane + turn * 32;
-    const int row = kApart > 0 ? lane / kSteps + turn * kApart : e / kSteps;
-    const int at = (kApart > 0 ? lane : e) % kSteps * kStep;
+  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
+    const int e = thread + turn * kThreads;
+    if (kCount % kThreads != 0 && e >= kCount) break;
+    const int row = kApart > 0 ? thread / kSteps + turn * kApart : e / kSteps;
+    const int at = (kApart > 0 ? thread : e) % kSteps * kStep;
     if (kApart == 0) next = from + (row0 + row) * stride + at;
     const bool real = row0 + row < rows && (cols >= kCols || at < cols);
     cp_async<4 * kStep>(to + row * kRow + at, real ? next : from, real ? 4 * kStep : 0);
@@ -75,13 +75,15 @@ __device__ __forceinline__ void copy_rows(float* to, const float* from, long lon
   }
 }
 
-// Pairs of tokens of Prepared into shared memory by one warp, but the block above the diagonal.
-__device__ __forceinline__ void copy_pairs(float* to, const float* from, int lane) {
-#pragma unroll
-  for (int turn = 0; turn < 6; turn++) {
-    const int row = lane / 4 + (turn < 4 ? turn : turn - 2) * 8;
-    const int at = lane % 4 * 4 + (turn < 4 ? 0 : kBlock);
-    cp_async<16>(to + row * kPairRow + at, from + row * kChunk + at);
+// Pairs of tokens of Prepared into shared memory, but the block above the diagonal.
+template <int kThreads>
+__device__ __forceinline__ void copy_pairs(float* to, const float* from, int thread) {
+  constexpr int kSteps = kChunk / 4, kCount = kChunk * kSteps;
+#pragma unroll 4
+  for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; turn++) {
+    const int e = thread + turn * kThreads, row = e / kSteps, at = e % kSteps * 4;
+    if (e < kCount && (row >= kBlock || at < kBlock))
+      cp_async<16>(to + row * kPairRow + at, from + 4 * e);
   }
 }
 
@@ -90,22 +92,29 @@ __device__ __forceinline__ float bounded(float x) {
   return x > 3.3895314e38f ? 3.3895314e38f : (x < -3.3895314e38f ? -3.3895314e38f : x);
 }
 
-// Weights of a chunk by one warp, a token a lane; products of all gates are made in double, since
-// equal gates make equal roundings. Past the last token: gate 1, beta 0.
-__device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const SlotChunk& chunk,
-                                      long long h, int lane) {
-  double gate = 1;
-  float beta = 0;
-  if (lane < chunk.tokens) {
+// Gate and beta of a token a lane as they are stored; past the last token gate 1, beta 0.
+struct Stored {
+  Scalar<float> gate, beta;
+  bool real;
+
+  __device__ __forceinline__ void load(const CallArgs& a, const SlotChunk& chunk, long long h,
+                                       int lane) {
+    real = lane < chunk.tokens;
+    if (!real) return;
     const long long t = chunk.first + lane;
-    Scalar<float> x;
-    x.load(a.gate, chunk.b * a.gate_stride[0] + t * a.gate_stride[1] + h * a.gate_stride[2],
-           a.gate_kind);
-    gate = x.value<double>(a.gate_kind);
-    x.load(a.beta, chunk.b * a.beta_stride[0] + t * a.beta_stride[1] + h * a.beta_stride[2],
-           a.beta_kind);
-    beta = x.value<float>(a.beta_kind);
+    gate.load(a.gate, chunk.b * a.gate_stride[0] + t * a.gate_stride[1] + h * a.gate_stride[2],
+              a.gate_kind);
+    beta.load(a.beta, chunk.b * a.beta_stride[0] + t * a.beta_stride[1] + h * a.beta_stride[2],
+              a.beta_kind);
   }
+};
+
+// Weights of a chunk by one warp, a token a lane; products of all gates are made in double, since
+// equal gates make equal roundings.
+__device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const Stored& stored,
+                                      int lane) {
+  const double gate = stored.real ? stored.gate.value<double>(a.gate_kind) : 1;
+  const float beta = stored.real ? stored.beta.value<float>(a.beta_kind) : 0;
   double head = gate, tail = gate;  // of gates up to, and from, this lane's
 #pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
@@ -122,8 +131,8 @@ __device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const
   if (lane == 31) to.whole = bounded(static_cast<float>(head));
 }
 
-// D_ij = gate_{j+1} ... gate_i for j <= i, else 0, rows kPairRow apart: a warp has as many rows as
-// each other one, a lane a column.
+// D_ij = gate_{j+1} ... gate_i for j <= i, else 0, rows kPairRow apart: each of kWarps has as many
+// rows, a lane a column.
 template <int kWarps>
 __device__ __forceinline__ void put_products(float* to, const ChunkWeights& weights, int warp,
                                              int lane) {

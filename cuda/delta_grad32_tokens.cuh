@@ -33,8 +33,6 @@ struct TokenGradients {
   using F = typename FactorOf<kStrained>::Type;
   const CallArgs& a;
   const GradArgs& g;
-  const SlotChunk& chunk;
-  int h;                           // head
   const float *q, *k, *dy, *de;    // in planes, plain if kStrained
   const float *e, *states, *late;  // in blocks, in global memory
   const float* products;           // D_ij
@@ -245,9 +243,9 @@ struct TokenGradients {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int t = row(2 * half);
-      if (t >= chunk.tokens) continue;
+      if (t >= sums.tokens) continue;
       float* const own =
-          static_cast<float*>(to) + ((chunk.b * a.T + chunk.first + t) * a.H + h) * K + tile * 16;
+          static_cast<float*>(to) + ((sums.first + t) * a.H + sums.head) * K + tile * 16;
 #pragma unroll
       for (int side = 0; side < 2; side++) {
         const int at = col(side, 0), left = K - tile * 16 - at;

@@ -6,7 +6,6 @@
 
 // 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
 using ChunkColumns = float[kBlocks][2][4];
-constexpr int kUnrolled = 2;
 
 // Part of a state, transposed: 16 columns down, tiles of 8 rows across, as mma leaves them. S gives
 // the lengths of rows in shared memory. Tensor cores round sums toward zero: what a chunk adds to
@@ -62,6 +61,7 @@ struct Walker {
             v[t * S::kValueRow + i / 2 % 2 * 8] - weights.from_start[t] * rest[b][i / 4][i % 4];
       }
     zero(e);
+    float late[2][4] = {};  // of e[1], from its own block
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {
       F left, right;
@@ -69,21 +69,22 @@ struct Walker {
 #pragma unroll
       for (int r = c; r < kBlocks; r++) {
         load_right_transposed(right, inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane);
-        add_product(e[r], left, right);
+        add_product(c == 0 ? e[r] : late, left, right);
       }
     }
+    add(e[1], late);
     if (saved) put_blocks<F>(misses, e);
-    float added[S::kOwnTiles][2][4] = {};
-#pragma unroll(kUnrolled)
+    Tiles added[kBlocks] = {};
+#pragma unroll
     for (int b = 0; b < kBlocks; b++) {
       float wrote[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
         wrote[i / 4][i % 4] =
-            weights.to_end[token(b, i)] * weights.beta[token(b, i)] * number(e, b, i);
+            weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4];
       F left;
       left.set(wrote);
-      add_rows(added, left, k + b * kBlock * S::kKeyRow);
+      add_rows(added[b], left, k + b * kBlock * S::kKeyRow);
     }
     advance(added, weights.whole);
   }
@@ -96,13 +97,9 @@ struct Walker {
                                        const float* dy, const float* inverse, const float* scores,
                                        const ChunkWeights& weights, float* saved, float scale) {
     using F = typename FactorOf<kStrained>::Type;
-    ChunkColumns sum;
+    ChunkColumns sum, given;  // P^T dY
     read<F>(sum, k, saved);
-#pragma unroll
-    for (int b = 0; b < kBlocks; b++)
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        sum[b][i / 4][i % 4] *= weights.to_end[token(b, i)] * weights.beta[token(b, i)];
+    zero(given);
 #pragma unroll
     for (int turn = 0; turn < kBlocks / S::kParts; turn++) {
       const int b = turn + part;  // of two blocks of rows the part's own
@@ -110,27 +107,22 @@ struct Walker {
       load_left_transposed(left, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
       const float* const own = scores + b * kBlock * kPairRow;
       load_right(right, own, kPairRow, lane);
-      add_product(sum[0], left, right);
+      add_product(given[0], left, right);
       if (b == 1) {
         load_right(right, own + kBlock, kPairRow, lane);
-        add_product(sum[1], left, right);
+        add_product(given[1], left, right);
       }
     }
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        sum[b][i / 4][i % 4] = fmaf(weights.to_end[token(b, i)] * weights.beta[token(b, i)],
+                                    sum[b][i / 4][i % 4], given[b][i / 4][i % 4]);
     combine(sum);
-    zero(de);
-#pragma unroll
-    for (int r = 0; r < kBlocks; r++) {
-      F left, right;
-      left.set(sum[r]);
-#pragma unroll
-      for (int c = 0; c <= r; c++) {
-        load_right(right, inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane);
-        add_product(de[c], left, right);
-      }
-    }
     const float up = lift(weights.from_start[0]);
-    float added[S::kOwnTiles][2][4] = {};
-#pragma unroll(kUnrolled)
+    Tiles added[2] = {};  // by reads of q, which wait for nothing, and of k
+#pragma unroll
     for (int b = 0; b < kBlocks; b++) {
       F left;
       if (kStrained) {
@@ -142,13 +134,28 @@ struct Walker {
       } else {
         load_left_transposed(left, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
       }
-      add_rows(added, left, q + b * kBlock * S::kKeyRow);
+      add_rows(added[0], left, q + b * kBlock * S::kKeyRow);
+    }
+    zero(de);
+#pragma unroll
+    for (int r = 0; r < kBlocks; r++) {
+      F left, right;
+      left.set(sum[r]);
+#pragma unroll
+      for (int c = 0; c <= r; c++) {
+        load_right(right, inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane);
+        add_product(de[c], left, right);
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
       float missed[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        missed[i / 4][i % 4] = -up * weights.from_start[token(b, i)] * number(de, b, i);
+        missed[i / 4][i % 4] = -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4];
+      F left;
       left.set(missed);
-      add_rows(added, left, k + b * kBlock * S::kKeyRow);
+      add_rows(added[1], left, k + b * kBlock * S::kKeyRow);
     }
     advance(added, up * weights.whole);
     if (up != 1) each([=](float& s, int, int) { s = exact_product(1 / up, s); });
@@ -169,9 +176,11 @@ struct Walker {
   }
 
  private:
-  // Number i of block b, which may be known late.
-  static __device__ __forceinline__ float number(const ChunkColumns& e, int b, int i) {
-    return b == 0 ? e[0][i / 4][i % 4] : e[kBlocks - 1][i / 4][i % 4];
+  using Tiles = float[S::kOwnTiles][2][4];
+
+  static __device__ __forceinline__ void add(float (&d)[2][4], const float (&x)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) d[i / 4][i % 4] += x[i / 4][i % 4];
   }
   // Number i of the part's block b. A choice by the part would put all of e into local memory.
   __device__ __forceinline__ float own(const ChunkColumns& e, int b, int i) const {
@@ -227,24 +236,31 @@ struct Walker {
   // d = (K x)^T
   template <class F>
   __device__ __forceinline__ void read(ChunkColumns& d, const float* k, float* saved) const {
-    zero(d);
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++) {
-      if (!real(n)) continue;
-      F left, right;
-      left.set(x[n]);
-      if (saved) put_block(saved + tile(n) * kBlockSize, x[n], left, lane);
+      ChunkColumns own;
+      zero(own);
+      if (real(n)) {
+        F left, right;
+        left.set(x[n]);
+        if (saved) put_block(saved + tile(n) * kBlockSize, x[n], left, lane);
 #pragma unroll
-      for (int b = 0; b < kBlocks; b++) {
-        load_right_transposed(right, k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow, lane);
-        add_product(d[b], left, right);
+        for (int b = 0; b < kBlocks; b++) {
+          load_right_transposed(right, k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow,
+                                lane);
+          add_product(own[b], left, right);
+        }
       }
+#pragma unroll
+      for (int b = 0; b < kBlocks; b++)
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+          d[b][i / 4][i % 4] = own[b][i / 4][i % 4] + (n > 0 ? d[b][i / 4][i % 4] : 0.f);
     }
   }
   // added += left (16 rows in shared memory)
   template <class F>
-  __device__ __forceinline__ void add_rows(float (&added)[S::kOwnTiles][2][4], const F& left,
-                                           const float* rows) const {
+  __device__ __forceinline__ void add_rows(Tiles& added, const F& left, const float* rows) const {
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++) {
       if (!real(n)) continue;
@@ -253,11 +269,12 @@ struct Walker {
       add_product(added[n], left, right);
     }
   }
-  __device__ __forceinline__ void advance(const float (&added)[S::kOwnTiles][2][4], float whole) {
+  __device__ __forceinline__ void advance(const Tiles (&added)[2], float whole) {
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++)
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        x[n][i / 4][i % 4] = fmaf(whole, x[n][i / 4][i % 4], added[n][i / 4][i % 4]);
+        x[n][i / 4][i % 4] =
+            fmaf(whole, x[n][i / 4][i % 4], added[0][n][i / 4][i % 4] + added[1][n][i / 4][i % 4]);
   }
 };

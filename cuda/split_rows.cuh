@@ -5,10 +5,8 @@
 #pragma once
 #include "fragments.cuh"
 
-// d += a b, with kWhole low low too: it counts where sums nearly cancel
-template <bool kWhole = true>
+// d += a b, but for low low, which is 2^-18 of it
 __device__ __forceinline__ void multiply(float (&d)[2][4], const Split& a, const Split& b) {
-  if (kWhole) multiply(d, a.low, b.low);
   multiply(d, a.low, b.high);
   multiply(d, a.high, b.low);
   multiply(d, a.high, b.high);
@@ -81,23 +79,32 @@ struct Eight {
   }
 };
 
-// Splits rows of kCols numbers, times factor(row), a lane 8 numbers at a time: eight lanes have
-// rows and columns in different banks.
-template <int kRows, int kCols, int kRow, int kThreads, class F>
-__device__ __forceinline__ void split_rows(float* rows, int thread, F factor) {
+// Splits kArrays times rows of kCols numbers, times factor(array, row), a lane 8 numbers of each at
+// a time: eight lanes have rows and columns in different banks.
+template <int kRows, int kCols, int kRow, int kThreads, int kArrays, class F>
+__device__ __forceinline__ void split_rows(float* const (&arrays)[kArrays], int thread, F factor) {
   constexpr int kCount = kRows * kCols / 8, kSide = kCols % 32 == 0 ? 4 : 2;
   static_assert(kCols % 16 == 0 && kRow % 4 == 0, "whole vectors");
 #pragma unroll 1
   for (int i = thread; i < kCount; i += kThreads) {
     const int row = i / kSide % kRows, col = (i / (kSide * kRows) * kSide + i % kSide) * 8;
-    float4* const at = reinterpret_cast<float4*>(rows + row * kRow + col);
-    Eight x;
-    x.set(at[0], at[1], factor(row));
-    at[0] = x.high;
-    at[1] = x.low;
+    float4 x[kArrays][2];
+#pragma unroll
+    for (int m = 0; m < kArrays; m++)
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+        x[m][n] = reinterpret_cast<const float4*>(arrays[m] + row * kRow + col)[n];
+#pragma unroll
+    for (int m = 0; m < kArrays; m++) {
+      Eight split;
+      split.set(x[m][0], x[m][1], factor(m, row));
+      float4* const to = reinterpret_cast<float4*>(arrays[m] + row * kRow + col);
+      to[0] = split.high;
+      to[1] = split.low;
+    }
   }
 }
-template <int kRows, int kCols, int kRow, int kThreads>
-__device__ __forceinline__ void split_rows(float* rows, int thread) {
-  split_rows<kRows, kCols, kRow, kThreads>(rows, thread, [](int) { return 1.f; });
+template <int kRows, int kCols, int kRow, int kThreads, int kArrays>
+__device__ __forceinline__ void split_rows(float* const (&arrays)[kArrays], int thread) {
+  split_rows<kRows, kCols, kRow, kThreads>(arrays, thread, [](int, int) { return 1.f; });
 }

@@ -105,8 +105,9 @@ class DeltaGradTile32(DeltaGradTile):
 
     @property
     def prepare_bytes(self) -> int:
-        rows = 2 * self.chunk * (16 * _tiles(self.K) + 8)
-        return 4 * rows + 3 * self.pair_bytes + self.weight_bytes
+        row = 16 * _tiles(self.K) + 8
+        pairs = 3 if row < self.chunk + self.pad else 2  # else the third in place of q
+        return 8 * self.chunk * row + pairs * self.pair_bytes + self.weight_bytes
 
     @property
     def walk_bytes(self) -> int:
@@ -118,7 +119,7 @@ class DeltaGradTile32(DeltaGradTile):
     @property
     def token_bytes(self) -> int:
         numbers = 2 * self._rows(self.K) + 2 * self._rows(self.V)
-        sums = self.weight_bytes + 4 * (21 * self.chunk + 8)  # sizeof(TokenSums)
+        sums = self.weight_bytes + 16 + 4 * (21 * self.chunk + 8)  # sizeof(TokenSums)
         return 4 * numbers + 3 * self.pair_bytes + sums
 
 
