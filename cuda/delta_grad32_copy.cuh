@@ -4,7 +4,7 @@
 
 constexpr int kCopierBytes = 144;
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10)
-constexpr int kWalkBlocks = 2;  // for which there is shared memory
+constexpr int kWalkBlocks = 2;  // for which there is shared memory, with two stages
 #else
 constexpr int kWalkBlocks = 1;
 #endif
@@ -20,19 +20,21 @@ struct WalkShape : HeadShape<K, V> {
   static constexpr int kValueRow = kBlockCols + kPad;
   static constexpr int kRowsOfK = kChunk * Head::kKeyRow, kPairs = kChunk * kPairRow;
   static constexpr int kValuesAt = 2 * kRowsOfK, kPairsAt = kValuesAt + kChunk * kValueRow;
-  static constexpr int kWeightsAt = kPairsAt + 2 * kPairs;
-  static constexpr int kStage = kWeightsAt + static_cast<int>(sizeof(ChunkWeights)) / 4;
+  static constexpr int kStage = kPairsAt + 2 * kPairs;
+  static constexpr int kWeightsAt = kStages * kStage;
+  static constexpr int kWeights = static_cast<int>(sizeof(ChunkWeights)) / 4;
   static constexpr int kSums = kParts > 1 ? kWalkers * kChunk / 8 * 32 : 0;  // float4
-  static constexpr int kCopierAt = kStages * kStage + 4 * kSums;             // floats
+  static constexpr int kSumsAt = kWeightsAt + (kStages + 1) * kWeights;
+  static constexpr int kCopierAt = kSumsAt + 4 * kSums;  // floats
   static constexpr int kBytes = 4 * kCopierAt + kCopierBytes;
 };
 
 // The chunks of a head on their way into shared memory by all warps: k, v, the inverse and
-// weights on the way forward; k, q, dy, the inverse, scores and weights on the way back. It lies in
-// shared memory: what it holds would take the registers of every thread.
+// weights on the way forward; k, q, dy, the inverse, scores and weights on the way back. Weights
+// come with the chunk before: they are known when rows are split in planes. It lies in shared
+// memory: what it holds would take the registers of every thread.
 template <class S, int K, int kBlockCols, int kStages, bool kWide>
 struct ChunkCopier {
-  float* stages;
   const float *k, *q, *values;  // of the first token; values may be null
   const Prepared* prepared;     // of the first chunk
   long long k_stride, q_stride, value_stride, tokens, prepared_stride;
@@ -42,42 +44,79 @@ struct ChunkCopier {
   float* states;    // that are saved
   float scale;
 
-  // The chunk of turn i.
-  __device__ __forceinline__ void fetch(int i) const {
-    constexpr int kThreads = S::kThreads;
+  __device__ __forceinline__ int chunk(int i) const { return back ? chunks - 1 - i : i; }
+  static __device__ __forceinline__ float* stage(float* shared, int i) {
+    return shared + i % kStages * S::kStage;
+  }
+  static __device__ __forceinline__ float* weights(float* shared,
+                                                   int i) {  // of the chunk of turn i
+    return shared + S::kWeightsAt + i % (kStages + 1) * S::kWeights;
+  }
+  static __device__ __forceinline__ bool strained(float* shared, int i) {
+    return reinterpret_cast<const ChunkWeights*>(weights(shared, i))->strained;
+  }
+  __device__ __forceinline__ void fetch_weights(float* shared, int i) const {
+    const int thread = threadIdx.x - first_thread;
+    const float* const from =
+        reinterpret_cast<const float*>(&prepared[chunk(i) * prepared_stride].weights);
+    for (int e = 4 * thread; e < S::kWeights; e += 4 * S::kThreads)
+      cp_async<16>(weights(shared, i) + e, from + e);
+  }
+
+  // The chunk of turn i, and weights of the one that comes after it.
+  __device__ __forceinline__ void fetch(float* shared, int i) const {
     const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
     if (i < chunks) {
-      const int c = back ? chunks - 1 - i : i;
-      float* const stage = stages + i % kStages * S::kStage;
+      const int c = chunk(i);
+      float* const stage = this->stage(shared, i);
       const long long t = static_cast<long long>(c) * kChunk;
       const int rows = static_cast<int>(min(tokens - t, static_cast<long long>(kChunk)));
-      copy_rows<kChunk, K, S::kKeyRow, kWide>(stage, k + t * k_stride, k_stride, rows, K, thread,
-                                              kThreads);
+      copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(stage, k + t * k_stride, k_stride,
+                                                                  0, rows, K, thread);
       if (back)
-        copy_rows<kChunk, K, S::kKeyRow, kWide>(stage + S::kRowsOfK, q + t * q_stride, q_stride,
-                                                rows, K, thread, kThreads);
+        copy_rows<kChunk, S::kKeys, S::kKeyRow, kWide, S::kThreads>(
+            stage + S::kRowsOfK, q + t * q_stride, q_stride, 0, rows, K, thread);
       if (values)
-        copy_rows<kChunk, kBlockCols, S::kValueRow, kWide>(stage + S::kValuesAt,
-                                                           values + t * value_stride, value_stride,
-                                                           rows, cols, thread, kThreads);
+        copy_rows<kChunk, kBlockCols, S::kValueRow, kWide, S::kThreads>(
+            stage + S::kValuesAt, values + t * value_stride, value_stride, 0, rows, cols, thread);
       const Prepared& from = prepared[c * prepared_stride];
-      copy_rows<kChunk, kChunk, kPairRow, true>(stage + S::kPairsAt, from.inverse, kChunk, kChunk,
-                                                kChunk, thread, kThreads);
-      if (back)
-        copy_rows<kChunk, kChunk, kPairRow, true>(stage + S::kPairsAt + S::kPairs, from.scores,
-                                                  kChunk, kChunk, kChunk, thread, kThreads);
-      const float* const weights = reinterpret_cast<const float*>(&from.weights);
-      for (int e = 4 * thread; e < static_cast<int>(sizeof(ChunkWeights)) / 4; e += 4 * kThreads)
-        cp_async<16>(stage + S::kWeightsAt + e, weights + e);
+      float* const pairs = stage + S::kPairsAt;
+      copy_pairs<S::kThreads>(pairs, from.inverse, thread);
+      if (back) copy_pairs<S::kThreads>(pairs + S::kPairs, from.scores, thread);
+      if (i + 1 < chunks) fetch_weights(shared, i + 1);
     }
     cp_async_commit();
   }
 
+  // Rows of the chunk of turn i in planes; those of q with their share in the state's gradient. A
+  // strained chunk's stay as they are.
+  __device__ __forceinline__ void split(float* shared, int i) const {
+    const int thread = threadIdx.x - first_thread;
+    if (strained(shared, i)) return;
+    float* const k = stage(shared, i);
+    float* const q = k + S::kRowsOfK;
+    float* const values = k + S::kValuesAt;
+    constexpr bool kAlike = S::kKeyRow == S::kValueRow;
+    const float* const from_start = weights(shared, i);
+    const float factor = scale * lift(from_start[0]);
+    const auto share = [=](int m, int row) { return m == 1 ? factor * from_start[row] : 1.f; };
+    if (!back)
+      split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>({k}, thread);
+    else if (kAlike)
+      split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>({k, q, values}, thread, share);
+    else
+      split_rows<kChunk, S::kKeys, S::kKeyRow, S::kThreads>({k, q}, thread, share);
+    if (back && !kAlike)
+      split_rows<kChunk, kBlockCols, S::kValueRow, S::kThreads>({values}, thread);
+  }
+
   // Waits for the chunk of turn i, and starts on one that comes later.
-  __device__ __forceinline__ void turn(int i) const {
+  __device__ __forceinline__ void turn(float* shared, int i) const {
     cp_async_wait<kStages - 2>();
+    __syncthreads();  // others have brought what is split here, and have read the chunk before
+    fetch(shared, i + kStages - 1);
+    split(shared, i);
     __syncthreads();
-    fetch(i + kStages - 1);
   }
 };
 

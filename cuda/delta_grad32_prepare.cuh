@@ -2,92 +2,212 @@
 // is known; and rows of q and k of unit length.
 #pragma once
 #include "delta_grad32_space.cuh"
+#include "tf32_blocks.cuh"
 
 constexpr int kPrepareThreads = 64 * kBlocks;
 
+// Above either a chunk is strained: sums of squares of decayed products of its keys, and of A. Keys
+// of any direction make 496 / K of the first; those that leave much of K alone make more, and
+// states grow where no key reads them.
+template <int K>
+constexpr float kMostAlike = 868.f / K;
+constexpr float kMostErrors = 16;
+// So many betas past so much turn states about, and damp no errors.
+constexpr int kMostTurns = 4;
+constexpr float kTurns = 1.9f;
+
 template <int K>
 struct PrepareShape {
-  static constexpr int kRowTiles = (K + 15) / 16, kKeyRow = kRowTiles * 16 + kPad;
+  static constexpr int kRowTiles = (K + 15) / 16;
+  static constexpr int kKeyRow = kRowTiles * 16 + 8;  // pairs of numbers in different banks
   static constexpr int kRowsOfK = kChunk * kKeyRow, kPairs = kChunk * kPairRow;
+  static constexpr int kScoresAt = kKeyRow < kPairRow ? 2 * kRowsOfK : 0;  // else in place of q
+  static constexpr int kProductsAt = 2 * kRowsOfK + (kScoresAt > 0 ? kPairs : 0);
   static constexpr int kBytes =
-      4 * (2 * kRowsOfK + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
+      4 * (kProductsAt + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
 };
+
+// A of a chunk that damps no errors, A_ij at i (i - 1) / 2 + j. A key that comes again and again
+// makes the same error each time, so that it is in double.
+template <int kCols, int kRow>
+__device__ __forceinline__ void put_errors(double* to, const float* k, const float* products,
+                                           const ChunkWeights& weights, int thread) {
+  const int j = thread % 32;
+#pragma unroll 1
+  for (int i = 1 + thread / 32; i < kChunk; i += kPrepareThreads / 32) {
+    double sum = 0;
+#pragma unroll 4
+    for (int step = 0; step < kCols; step++) {
+      const int col = (step + j) % kCols;  // in different banks
+      sum += static_cast<double>(k[i * kRow + col]) * static_cast<double>(k[j * kRow + col]);
+    }
+    if (j < i)
+      to[i * (i - 1) / 2 + j] = sum * static_cast<double>(products[i * kPairRow + j]) *
+                                static_cast<double>(weights.beta[j]);
+  }
+}
+
+// The inverse of I + A by one warp, by substitution, a column a lane.
+__device__ __forceinline__ void invert_exactly(float* to, const double* errors, int lane) {
+#pragma unroll 1
+  for (int i = 0; i < kChunk; i++) {
+    double sum = i == lane;
+#pragma unroll 4
+    for (int j = 0; j < i; j++)
+      sum -= errors[i * (i - 1) / 2 + j] * static_cast<double>(to[j * kPairRow + lane]);
+    to[i * kPairRow + lane] = static_cast<float>(sum);
+  }
+}
+
+// The same of blocks: of those on the diagonal by substitution, and T_10 = -T_11 A_10 T_00.
+__device__ __forceinline__ void invert(float* to, const float* errors, int lane) {
+  float x[kBlock];
+  const int at = lane / kBlock * kBlock * (kPairRow + 1), col = lane % kBlock;
+#pragma unroll
+  for (int i = 0; i < kBlock; i++) {
+    float sums[2] = {i == col ? 1.f : 0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < i; j++) sums[j % 2] -= errors[at + i * kPairRow + j] * x[j];
+    x[i] = sums[0] + sums[1];
+    to[at + i * kPairRow + col] = x[i];
+  }
+  __syncwarp();
+  const int below = kBlock * kPairRow;
+  float sum[2][4] = {}, t[2][4] = {};
+  multiply(sum, load_left_factor(to + below + kBlock, kPairRow, lane),
+           load_right_factor(errors + below, kPairRow, lane));
+  Factor left;
+  left.set(sum);
+  multiply(t, left, load_right_factor(to, kPairRow, lane));
+#pragma unroll
+  for (int i = 0; i < 8; i += 2)
+    *reinterpret_cast<float2*>(to + below + (lane / 4 + i / 2 % 2 * 8) * kPairRow + i / 4 * 8 +
+                               lane % 4 * 2) = {-t[i / 4][i % 4], -t[i / 4][i % 4 + 1]};
+}
+
+// Pairs of tokens to global memory, in planes or plain, but the block above the diagonal: a thread
+// has 8 of a row.
+constexpr int kPairPieces = 3 * kBlock * kBlock / 8;
+__device__ __forceinline__ void put_pairs(float* to, const float* from, int thread, bool plain) {
+  if (thread >= kPairPieces) return;
+  const bool all = thread < 4 * kBlock;  // the first columns, of all rows
+  const int row = all ? thread / 2 : thread / 2 - kBlock;
+  const int col = (all ? 0 : kBlock) + thread % 2 * 8;
+  const float4* const own = reinterpret_cast<const float4*>(from + row * kPairRow + col);
+  Eight x;
+  x.set(own[0], own[1]);
+  if (plain) x = {own[0], own[1]};
+  float4* const out = reinterpret_cast<float4*>(to + row * kChunk + col);
+  out[0] = x.high;
+  out[1] = x.low;
+}
 
 // grid: slots * H. block: kPrepareThreads.
 template <int K, bool kWide>
-__global__ void __launch_bounds__(kPrepareThreads, 3)
+__global__ void __launch_bounds__(kPrepareThreads, 7)
     delta_grad32_prepare(const CallArgs a, const SpaceArgs space) {
   using S = PrepareShape<K>;
   static_assert(!kWide || K % 4 == 0, "rows of whole vectors");
   DYNAMIC_SHARED(float, shared);
-  float *const q = shared, *const k = q + S::kRowsOfK, *const products = k + S::kRowsOfK;
-  float* const errors = products + S::kPairs;  // A
+  float *const q = shared, *const k = q + S::kRowsOfK, *const products = shared + S::kProductsAt;
+  float *const errors = products + S::kPairs, *const scores = shared + S::kScoresAt;  // A, and P
+  float* const inverse = products;  // once these are no longer wanted
   ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(errors + S::kPairs);
-  if (K % 16 != 0)  // padding
-    for (int i = threadIdx.x; i < 2 * S::kRowsOfK; i += kPrepareThreads) shared[i] = 0;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const long long item = blockIdx.x, h = item % a.H;
-  const SlotChunk chunk(a, item / a.H);
+  const unsigned item = blockIdx.x, heads = static_cast<unsigned>(a.H), h = item % heads;
+  const unsigned hq = h / static_cast<unsigned>(a.group);
+  const SlotChunk chunk(a, item / heads);
   if (chunk.tokens == 0) return;
   Prepared& to = space.prepared[item];
-  __syncthreads();
-  copy_rows<kChunk, K, S::kKeyRow, kWide>(
-      q, head_rows(a.q, a.q_stride, chunk.b, chunk.first, h / a.group), a.q_stride[1], chunk.tokens,
-      K, threadIdx.x, kPrepareThreads);
-  copy_rows<kChunk, K, S::kKeyRow, kWide>(
-      k, head_rows(a.k, a.k_stride, chunk.b, chunk.first, h / a.group), a.k_stride[1], chunk.tokens,
-      K, threadIdx.x, kPrepareThreads);
+  const bool of_k = warp / kBlocks;
+  const int r = warp % kBlocks;
+  const long long stride = of_k ? a.k_stride[1] : a.q_stride[1];
+  copy_rows<kBlock, S::kRowTiles * 16, S::kKeyRow, kWide, 32>(
+      of_k ? k : q,
+      of_k ? head_rows(a.k, a.k_stride, chunk.b, chunk.first, hq)
+           : head_rows(a.q, a.q_stride, chunk.b, chunk.first, hq),
+      stride, r * kBlock, chunk.tokens, K, lane);
   cp_async_commit();
-  if (warp == 0) {
-    weigh(weights, a, chunk, h, lane);
-    __syncwarp();
-    put_products(products, weights, lane);
-  }
+  Stored stored;
+  if (warp == 0) stored.load(a, chunk, h, lane);
   cp_async_wait<0>();
   __syncthreads();
+  if (warp == 0) {  // which has half as much to multiply as others
+    weigh(weights, a, stored, lane);
+    __syncwarp();
+    put_products<1>(products, weights, 0, lane);
+  }
 
-  const int r = warp % kBlocks;
-  const bool of_k = warp / kBlocks;
-  float sum[kBlocks][2][4] = {};
+  float sum[kBlocks][2][4] = {}, alike = 0, squares = 0;
+#pragma unroll 1
   for (int i = 0; i < S::kRowTiles; i++) {
     const Factor left =
-        load_left((of_k ? k : q) + r * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
+        load_left_factor((of_k ? k : q) + r * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
 #pragma unroll
     for (int c = 0; c < kBlocks; c++)
       if (c <= r)
-        multiply(sum[c], left,
-                 load_right_transposed(k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane));
+        multiply(
+            sum[c], left,
+            load_right_factor_transposed(k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane));
   }
-#pragma unroll
-  for (int c = 0; c < kBlocks; c++)
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int at = r * kBlock + lane / 4 + i / 2 % 2 * 8;
-      const int j = c * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const float weight = products[at * kPairRow + j] * weights.beta[j];
-      const float x = j + of_k <= at ? weight * sum[c][i / 4][i % 4] : 0.f;
-      if (of_k)
-        errors[at * kPairRow + j] = x;
-      else
-        to.scores[at * kChunk + j] = x;
-    }
   __syncthreads();
-  if (warp == 0) {  // by substitution, a column a lane
-    float x[kChunk];
+  const float scale = of_k ? 1.f : static_cast<float>(a.scale);
+  float* const pairs = of_k ? errors : scores;
 #pragma unroll
-    for (int i = 0; i < kChunk; i++) {
-      float sums[2] = {i == lane ? 1.f : 0.f, 0.f};
+  for (int c = 0; c < kBlocks; c++) {
+    if (c > r) continue;
 #pragma unroll
-      for (int j = 0; j < i; j++) sums[j % 2] -= errors[i * kPairRow + j] * x[j];
-      x[i] = sums[0] + sums[1];
-      to.inverse[i * kChunk + lane] = x[i];
+    for (int i = 0; i < 8; i += 2) {
+      const int at = r * kBlock + lane / 4 + i / 2 % 2 * 8;
+      const int first = c * kBlock + i / 4 * 8 + lane % 4 * 2;
+      float out[2];
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        const int j = first + side;
+        const float x = sum[c][i / 4][i % 4 + side], decay = products[at * kPairRow + j];
+        const bool real = j + of_k <= at;
+        const float key = real ? decay * x : 0.f;
+        out[side] = real ? decay * weights.beta[j] * scale * x : 0.f;
+        alike += key * key;
+        squares += out[side] * out[side];
+      }
+      *reinterpret_cast<float2*>(pairs + at * kPairRow + first) = {out[0], out[1]};
     }
+  }
+  if (of_k) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      alike += __shfl_xor_sync(0xffffffffu, alike, step);
+      squares += __shfl_xor_sync(0xffffffffu, squares, step);
+    }
+    const float beta = weights.beta[lane];
+    const bool turns = __any_sync(0xffffffffu, !(beta >= 0 && beta <= 1));
+    if (lane == 0)
+      weights.strain[r] = turns ? 2.f : fmaxf(alike / kMostAlike<K>, squares / kMostErrors);
+  }
+  __syncthreads();
+  const bool strained = !(weights.strain[0] + weights.strain[1] <= 1);
+  double* const exact = reinterpret_cast<double*>(errors);
+  const bool exactly = __popc(__ballot_sync(0xffffffffu, weights.beta[lane] > kTurns)) > kMostTurns;
+  if (exactly) {
+    put_errors<S::kRowTiles * 16, S::kKeyRow>(exact, k, products, weights, threadIdx.x);
+    __syncthreads();
+  }
+  if (warp == 0) {
+    if (exactly)
+      invert_exactly(inverse, exact, lane);
+    else
+      invert(inverse, errors, lane);
   } else {
+    put_pairs(to.scores, scores, threadIdx.x - 32, strained);
     const float* const from = reinterpret_cast<const float*>(&weights);
     constexpr int kCount = sizeof(ChunkWeights) / 4 - 3;
+    if (threadIdx.x == 32) to.weights.strained = strained;
     for (int i = threadIdx.x - 32; i < kCount; i += kPrepareThreads - 32)
       reinterpret_cast<float*>(&to.weights)[i] = from[i];
   }
+  __syncthreads();
+  put_pairs(to.inverse, inverse, threadIdx.x, strained);
 }
 
 // Rows of q and k of unit length, (B, T, Hq, K), contiguous. grid: any number of blocks; a warp

@@ -1,14 +1,11 @@
 // Gradients of the tokens of one chunk, once states and what was written are
 // known; see delta_grad.cu. Eight warps: with rows of K, warp r + 2 h has 16
 // tokens from 16 r on and every fourth tile. With pairs of tokens six of them
-// have a block of 16 x 16 each.
+// have a block of 16 x 16 each. Blocks of states are read where they lie: each
+// is wanted by two warps alone, and so more chunks are under way at once.
 #pragma once
-#include "delta_grad32_space.cuh"
-
-constexpr int kSides = 4;      // warps that have the same tokens
-constexpr int kPairWarps = 6;  // blocks on and below the diagonal, of reads by q and by k
-constexpr int kTokenThreads = 32 * kSides * kBlocks;
-constexpr float kLeastBeta = 8.6736174e-19f;  // 2^-60
+#include "delta_grad32_factors.cuh"
+#include "delta_grad32_scalars.cuh"
 
 template <int K, int V>
 struct TokenShape : HeadShape<K, V> {
@@ -16,34 +13,30 @@ struct TokenShape : HeadShape<K, V> {
   static constexpr int kValueRow = Head::kValues + kPad;
   static constexpr int kOwn = (Head::kRowTiles + kSides - 1) / kSides;  // tiles of 16 rows of K
   static constexpr int kRowsOfK = kChunk * Head::kKeyRow, kRowsOfV = kChunk * kValueRow;
-  static constexpr int kState = Head::kValues * Head::kKeyRow;
   static constexpr int kPairs = kChunk * kPairRow;
-  static constexpr int kNumbers = 2 * kRowsOfK + 3 * kRowsOfV + 2 * kState + 3 * kPairs;
-};
-
-struct TokenSums {
-  ChunkWeights weights;
-  float for_beta[kPairWarps][kChunk], for_gate[kPairWarps][kChunk];  // by warp
-  float edge[kSides][kChunk],
-      last[kSides][kChunk];        // x_i S d_i and k_j G e_j, by parts of K
-  float along[kChunk];             // e_j . de_j
-  float corner[kSides * kBlocks];  // <S, G>, by warp
+  static constexpr int kNumbers = 2 * kRowsOfK + 2 * kRowsOfV + 3 * kPairs;
 };
 
 template <int K, int V>
 constexpr int kTokenBytes = 4 * TokenShape<K, V>::kNumbers + static_cast<int>(sizeof(TokenSums));
 
-template <int K, int V, bool kDirect>
+// kCount floats, 128 bytes a thread.
+template <int kCount>
+__device__ __forceinline__ void prefetch_numbers(const float* from) {
+  static_assert(kCount <= 32 * kTokenThreads, "one turn");
+  if (threadIdx.x < kCount / 32) prefetch(from + 32 * threadIdx.x);
+}
+
+template <int K, int V, bool kDirect, bool kStrained>
 struct TokenGradients {
   using S = TokenShape<K, V>;
+  using F = typename FactorOf<kStrained>::Type;
   const CallArgs& a;
   const GradArgs& g;
-  const SlotChunk& chunk;
-  long long h;  // head
-  const float *q, *k, *dy, *de, *e;
-  const float *states, *late;  // transposed
-  const float* products;       // D_ij
-  float* pairs;                // D_ij beta_j d_i . e_j, of reads by q and by k
+  const float *q, *k, *dy, *de;    // in planes, plain if kStrained
+  const float *e, *states, *late;  // in blocks, in global memory
+  const float* products;           // D_ij
+  float* pairs;                    // D_ij beta_j d_i . e_j, of reads by q and by k, like rows
   TokenSums& sums;
   int warp, lane;
   float scale;
@@ -70,23 +63,27 @@ struct TokenGradients {
 
   // What states give to dq and dk, and the inner products that gates need.
   __device__ __forceinline__ void read_states() {
-    float ge[S::kOwn][2][4] = {}, edge[2] = {}, last[2] = {};
+    float ge[S::kOwn][2][4] = {}, edge[2] = {}, last[2] = {}, corner = 0;
 #pragma unroll
     for (int m = 0; m < S::kOwn; m++)
 #pragma unroll
       for (int i = 0; i < 8; i++) dq[m][i / 4][i % 4] = dk[m][i / 4][i % 4] = 0;
 #pragma unroll 1
     for (int v = 0; v < S::kValueTiles; v++) {
-      const int at = r() * kBlock * S::kValueRow + v * 16;
-      const Factor by_q = load_left(dy + at, S::kValueRow, lane);
-      const Factor by_k = load_left(de + at, S::kValueRow, lane);
-      const Factor wrote = load_left(e + at, S::kValueRow, lane);
+      F of_e;
+      load_block(of_e, e + (v * kBlocks + r()) * kBlockSize, lane);
       own_tiles([&](int m, int tile) {
-        const int from = v * 16 * S::kKeyRow + tile * 16;
-        const Factor state = load_right(states + from, S::kKeyRow, lane);
-        multiply(dq[m], by_q, state);
-        multiply(dk[m], by_k, state);
-        multiply(ge[m], wrote, load_right(late + from, S::kKeyRow, lane));
+        const int from = (v * S::kRowTiles + tile) * kBlockSize;
+        const int at = r() * kBlock * S::kValueRow + v * 16;
+        F after, state, left;
+        load_block(after, late + from, lane);
+        load_block(state, states + from, lane);
+        add_product(ge[m], as_left(of_e), after);
+        load_left(left, dy + at, S::kValueRow, lane);
+        add_product(dq[m], left, state);
+        load_left(left, de + at, S::kValueRow, lane);
+        add_product(dk[m], left, state);
+        if (v % kBlocks == r()) corner += inner(state, after);  // once, of two warps
       });
     }
     own_tiles([&](int m, int tile) {
@@ -104,14 +101,6 @@ struct TokenGradients {
     });
     put_inner(sums.last, last);
     put_inner(sums.edge, edge);
-    float corner = 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < S::kValues * S::kKeys / 4; i += kTokenThreads) {
-      const int at = i / (S::kKeys / 4) * S::kKeyRow + i % (S::kKeys / 4) * 4;
-      const float4 x = *reinterpret_cast<const float4*>(states + at);
-      const float4 y = *reinterpret_cast<const float4*>(late + at);
-      corner += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
-    }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) corner += __shfl_xor_sync(0xffffffffu, corner, step);
     if (lane == 0) sums.corner[warp] = corner;
@@ -127,8 +116,20 @@ struct TokenGradients {
     float terms[2][4] = {}, agree[2][4] = {};
     const float* const x = (by_k ? k : q) + r * kBlock * S::kKeyRow;
     const float* const d = (by_k ? de : dy) + r * kBlock * S::kValueRow;
-    multiply_rows(terms, x, k + c * kBlock * S::kKeyRow, S::kKeyRow, S::kRowTiles);
-    multiply_rows(agree, d, e + c * kBlock * S::kValueRow, S::kValueRow, S::kValueTiles);
+#pragma unroll 1
+    for (int i = 0; i < max(S::kRowTiles, S::kValueTiles); i++) {  // two sums side by side
+      F left, right;
+      if (i < S::kValueTiles) {
+        load_block(right, e + (i * kBlocks + c) * kBlockSize, lane);
+        load_left(left, d + i * 16, S::kValueRow, lane);
+        add_product(agree, left, right);
+      }
+      if (i < S::kRowTiles) {
+        load_right_transposed(right, k + c * kBlock * S::kKeyRow + i * 16, S::kKeyRow, lane);
+        load_left(left, x + i * 16, S::kKeyRow, lane);
+        add_product(terms, left, right);
+      }
+    }
     const float sign = by_k ? -1.f : scale;
     const auto row = [&](int i) { return r * kBlock + lane / 4 + i % 4 / 2 * 8; };
 #pragma unroll
@@ -151,19 +152,25 @@ struct TokenGradients {
         } else {
           term = with = 0;
         }
-        pairs[by_k * S::kPairs + at * kPairRow + j] = with;
       }
       put_column(sums.for_beta[warp], j, column);
     }
-    Factor left;
+    float* const own = pairs + by_k * S::kPairs;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2)
+      put_two<kStrained>(own + row(i) * kPairRow, c * kBlock + col(i / 4, 0), agree[i / 4][i % 4],
+                         agree[i / 4][i % 4 + 1]);
+    F left;
     left.set(terms);
 #pragma unroll 1
     for (int s = 0; s < kBlocks; s++) {
       float y[2][4] = {};
-      if (s >= c && s <= r)
-        multiply(
-            y, left,
-            load_right_transposed(products + s * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+      if (s >= c && s <= r) {
+        F right;
+        split_right_transposed(right, products + s * kBlock * kPairRow + c * kBlock, kPairRow,
+                               lane);
+        add_product(y, left, right);
+      }
 #pragma unroll
       for (int i = 0; i < 8; i += i % 4 == 1 ? 3 : 1) {
         const int n = s * kBlock + col(i / 4, i);
@@ -184,23 +191,23 @@ struct TokenGradients {
       const float* const below = pairs + r() * kBlock * kPairRow + c * kBlock;
       const float* const above = pairs + c * kBlock * kPairRow + r() * kBlock;
       const int from = c * kBlock * S::kKeyRow;
-      if (c <= r()) {
-        const Factor by_q = load_left(below, kPairRow, lane);
-        const Factor by_k = load_left(below + S::kPairs, kPairRow, lane);
-        own_tiles([&](int m, int tile) {
-          const Factor keys = load_right(k + from + tile * 16, S::kKeyRow, lane);
-          multiply(dq[m], by_q, keys);
-          multiply(dk[m], by_k, keys);
-        });
-      }
-      if (c >= r()) {
-        const Factor of_q = load_left_transposed(above, kPairRow, lane);
-        const Factor of_k = load_left_transposed(above + S::kPairs, kPairRow, lane);
-        own_tiles([&](int m, int tile) {
-          multiply(dk[m], of_k, load_right(k + from + tile * 16, S::kKeyRow, lane));
-          multiply(dk[m], of_q, load_right(q + from + tile * 16, S::kKeyRow, lane));
-        });
-      }
+      own_tiles([&](int m, int tile) {
+        F left, right;
+        load_right(right, k + from + tile * 16, S::kKeyRow, lane);
+        if (c <= r()) {
+          load_left(left, below, kPairRow, lane);
+          add_product(dq[m], left, right);
+          load_left(left, below + S::kPairs, kPairRow, lane);
+          add_product(dk[m], left, right);
+        }
+        if (c >= r()) {
+          load_left_transposed(left, above + S::kPairs, kPairRow, lane);
+          add_product(dk[m], left, right);
+          load_right(right, q + from + tile * 16, S::kKeyRow, lane);
+          load_left_transposed(left, above, kPairRow, lane);
+          add_product(dk[m], left, right);
+        }
+      });
     }
     own_tiles([&](int m, int tile) {
       put_rows(kDirect ? g.dq : g.partial_dq, dq[m], tile);
@@ -208,69 +215,15 @@ struct TokenGradients {
     });
   }
 
-  // Gradients of gate and beta of a token a lane, by one warp.
-  __device__ __forceinline__ void put_scalars() const {
-    const ChunkWeights& weights = sums.weights;
-    const int t = lane;
-    float last = 0, edge = 0, for_gate = 0, corner = 0;
-#pragma unroll
-    for (int side = 0; side < kSides; side++) {
-      last += sums.last[side][t];
-      edge += sums.edge[side][t];
-    }
-    float for_beta = weights.to_end[t] * last;
-#pragma unroll
-    for (int w = 0; w < kPairWarps; w++) {
-      if ((w > 3) == t / kBlock) for_beta += sums.for_beta[w][t];
-      for_gate += t > 0 ? sums.for_gate[w][t - 1] : 0.f;
-    }
-    // of de_j = beta_j w_j the sum is made already, with less to cancel
-    if (fabsf(weights.beta[t]) > kLeastBeta) for_beta = sums.along[t] / weights.beta[t];
-    for (int w = 0; w < kSides * kBlocks; w++) corner += sums.corner[w];
-    // later(t) = x_t S d_t + gate_{t+1} later(t + 1), which ends with <S, G>
-    float later = edge, factor = t < 31 ? weights.gate[t + 1] : 1.f;
-    if (t == 31) later += corner;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float other = __shfl_down_sync(0xffffffffu, later, step);
-      const float more = __shfl_down_sync(0xffffffffu, factor, step);
-      if (t + step < 32)
-        later = bounded(later + bounded(factor * other)), factor = bounded(factor * more);
-    }
-    // earlier(t + 1) = gate_t earlier(t) + beta_t k_t G e_t
-    float earlier = weights.beta[t] * last;
-    factor = weights.gate[t];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, earlier, step);
-      const float more = __shfl_up_sync(0xffffffffu, factor, step);
-      if (t >= step)
-        earlier = bounded(earlier + bounded(factor * other)), factor = bounded(factor * more);
-    }
-    earlier = __shfl_up_sync(0xffffffffu, earlier, 1);
-    for_gate += (t > 0 ? weights.from_start[t - 1] : 1.f) * later;
-    if (t > 0) for_gate += weights.to_end[t] * earlier;
-    if (t >= chunk.tokens) return;
-    const long long at = (chunk.b * a.T + chunk.first + t) * a.H + h;
-    if (kDirect) {
-      if (a.gate_kind == kLogOfInputs || a.gate_kind == kLogOfFloat)
-        for_gate = exact_product(weights.gate[t], for_gate);
-      put_scalar<float>(g.dgate, at, for_gate, a.gate_kind);
-      put_scalar<float>(g.dbeta, at, for_beta, a.beta_kind);
-    } else {
-      static_cast<float*>(g.partial_scalars)[2 * at] = for_gate;
-      static_cast<float*>(g.partial_scalars)[2 * at + 1] = for_beta;
-    }
-  }
-
  private:
   // sums += sign x . rows, for the rows of a tile
   __device__ __forceinline__ void add_inner(float (&inner)[2], float sign, const float* rows,
                                             const float (&x)[2][4], int tile) const {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      inner[i / 2 % 2] +=
-          sign * rows[row(i) * S::kKeyRow + tile * 16 + col(i / 4, i)] * x[i / 4][i % 4];
+    for (int i = 0; i < 8; i += 2) {
+      const float2 two = two_of<kStrained>(rows + row(i) * S::kKeyRow + tile * 16, col(i / 4, 0));
+      inner[i / 2 % 2] += sign * (two.x * x[i / 4][i % 4] + two.y * x[i / 4][i % 4 + 1]);
+    }
   }
   __device__ __forceinline__ void put_inner(float (&to)[kSides][kChunk], float (&inner)[2]) const {
 #pragma unroll
@@ -286,20 +239,13 @@ struct TokenGradients {
     for (int step = 4; step < 32; step *= 2) column += __shfl_xor_sync(0xffffffffu, column, step);
     if (lane < 4) to[at] = column;
   }
-  __device__ __forceinline__ void multiply_rows(float (&d)[2][4], const float* rows,
-                                                const float* columns, int length, int tiles) const {
-#pragma unroll 1
-    for (int i = 0; i < tiles; i++)
-      multiply(d, load_left(rows + i * 16, length, lane),
-               load_right_transposed(columns + i * 16, length, lane));
-  }
   __device__ __forceinline__ void put_rows(void* to, const float (&x)[2][4], int tile) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int t = row(2 * half);
-      if (t >= chunk.tokens) continue;
+      if (t >= sums.tokens) continue;
       float* const own =
-          static_cast<float*>(to) + ((chunk.b * a.T + chunk.first + t) * a.H + h) * K + tile * 16;
+          static_cast<float*>(to) + ((sums.first + t) * a.H + sums.head) * K + tile * 16;
 #pragma unroll
       for (int side = 0; side < 2; side++) {
         const int at = col(side, 0), left = K - tile * 16 - at;

@@ -2,7 +2,7 @@
 // 16 columns of the state on the way forward, or of the state's gradient on the way back. Two warps
 // have a column between them; each adds what the other one read to its own.
 #pragma once
-#include "delta_grad32_space.cuh"
+#include "delta_grad32_factors.cuh"
 
 // 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
 using ChunkColumns = float[kBlocks][2][4];
@@ -27,133 +27,181 @@ struct Walker {
           lane / 4 + i / 2 % 2 * 8);
   }
 
-  // E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j k_j e_j^T.
-  __device__ __forceinline__ void forward(ChunkColumns& e, const float* k, const float* v,
-                                          const float* inverse, const ChunkWeights& weights) {
-    ChunkColumns rest;
-    read(rest, k);
+  // f(this walker), all its addresses worked out there: what is rare should take no registers from
+  // what is not.
+  template <class F>
+  __device__ __forceinline__ void anew(F f) {
+    Walker own = *this;
+    own.lane = afresh(lane);
+    f(own);
+#pragma unroll
+    for (int n = 0; n < S::kOwnTiles; n++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[n][i / 4][i % 4] = own.x[n][i / 4][i % 4];
+  }
+
+  // The state as it was goes to `saved`, from its block of these columns on, and E to `misses`,
+  // where `saved` is not null. E = inverse (V - diag(d) K S);  S <- whole S + sum_j to_end_j beta_j
+  // k_j e_j^T.
+  template <bool kStrained>
+  __device__ __forceinline__ void forward(const float* k, const float* v, const float* inverse,
+                                          const ChunkWeights& weights, float* saved,
+                                          float* misses) {
+    using F = typename FactorOf<kStrained>::Type;
+    ChunkColumns rest, e;
+    read<F>(rest, k, saved);
     combine(rest);
+    v += afresh(lane / 4);  // for which no register is held meanwhile
 #pragma unroll
-    for (int b = 0; b < kBlocks; b++) {
-      float vt[2][4];
-      load_sum_transposed(vt, v + b * kBlock * S::kValueRow, S::kValueRow, lane);
+    for (int b = 0; b < kBlocks; b++)
 #pragma unroll
-      for (int i = 0; i < 8; i++)
+      for (int i = 0; i < 8; i++) {
+        const int t = token(b, i);
         rest[b][i / 4][i % 4] =
-            vt[i / 4][i % 4] - weights.from_start[token(b, i)] * rest[b][i / 4][i % 4];
-    }
+            v[t * S::kValueRow + i / 2 % 2 * 8] - weights.from_start[t] * rest[b][i / 4][i % 4];
+      }
     zero(e);
+    float late[2][4] = {};  // of e[1], from its own block
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {
-      Factor left;
+      F left, right;
       left.set(rest[c]);
 #pragma unroll
-      for (int r = c; r < kBlocks; r++)
-        multiply(
-            e[r], left,
-            load_right_transposed(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+      for (int r = c; r < kBlocks; r++) {
+        load_right_transposed(right, inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane);
+        add_product(c == 0 ? e[r] : late, left, right);
+      }
     }
-    float added[S::kOwnTiles][2][4] = {};
+    add(e[1], late);
+    if (saved) put_blocks<F>(misses, e);
+    Tiles added[kBlocks] = {};
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
-      Factor left;
+      float wrote[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        left.set(i / 4, i % 4,
-                 weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4]);
-      add_rows(added, left, k + b * kBlock * S::kKeyRow);
+        wrote[i / 4][i % 4] =
+            weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4];
+      F left;
+      left.set(wrote);
+      add_rows(added[b], left, k + b * kBlock * S::kKeyRow);
     }
     advance(added, weights.whole);
   }
 
   // dE = inverse^T (P^T dY + diag(to_end beta) K G);
-  // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T).
+  // G <- whole G + sum_i d_i (scale q_i dy_i^T - k_i de_i^T), rows of q in planes times up scale
+  // d_i.
+  template <bool kStrained>
   __device__ __forceinline__ void back(ChunkColumns& de, const float* k, const float* q,
                                        const float* dy, const float* inverse, const float* scores,
-                                       const ChunkWeights& weights, float scale) {
-    ChunkColumns sum, read_by_y;
-    read(sum, k);
-    zero(read_by_y);
+                                       const ChunkWeights& weights, float* saved, float scale) {
+    using F = typename FactorOf<kStrained>::Type;
+    ChunkColumns sum, given;  // P^T dY
+    read<F>(sum, k, saved);
+    zero(given);
 #pragma unroll
     for (int turn = 0; turn < kBlocks / S::kParts; turn++) {
       const int b = turn + part;  // of two blocks of rows the part's own
-      float dyt[2][4];
-      load_sum_transposed(dyt, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
-      Factor left;
-      left.set(dyt);
+      F left, right;
+      load_left_transposed(left, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
       const float* const own = scores + b * kBlock * kPairRow;
-      multiply(read_by_y[0], left, load_right(own, kPairRow, lane));
-      if (b == 1) multiply(read_by_y[1], left, load_right(own + kBlock, kPairRow, lane));
+      load_right(right, own, kPairRow, lane);
+      add_product(given[0], left, right);
+      if (b == 1) {
+        load_right(right, own + kBlock, kPairRow, lane);
+        add_product(given[1], left, right);
+      }
     }
 #pragma unroll
     for (int b = 0; b < kBlocks; b++)
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        sum[b][i / 4][i % 4] = scale * read_by_y[b][i / 4][i % 4] + weights.to_end[token(b, i)] *
-                                                                        weights.beta[token(b, i)] *
-                                                                        sum[b][i / 4][i % 4];
+        sum[b][i / 4][i % 4] = fmaf(weights.to_end[token(b, i)] * weights.beta[token(b, i)],
+                                    sum[b][i / 4][i % 4], given[b][i / 4][i % 4]);
     combine(sum);
+    const float up = lift(weights.from_start[0]);
+    Tiles added[2] = {};  // by reads of q, which wait for nothing, and of k
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+      F left;
+      if (kStrained) {
+        float y[2][4];
+        load_sum_transposed(y, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+#pragma unroll
+        for (int i = 0; i < 8; i++) y[i / 4][i % 4] *= up * scale * weights.from_start[token(b, i)];
+        left.set(y);
+      } else {
+        load_left_transposed(left, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+      }
+      add_rows(added[0], left, q + b * kBlock * S::kKeyRow);
+    }
     zero(de);
 #pragma unroll
     for (int r = 0; r < kBlocks; r++) {
-      Factor left;
+      F left, right;
       left.set(sum[r]);
 #pragma unroll
-      for (int c = 0; c <= r; c++)
-        multiply(de[c], left,
-                 load_right(inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane));
+      for (int c = 0; c <= r; c++) {
+        load_right(right, inverse + r * kBlock * kPairRow + c * kBlock, kPairRow, lane);
+        add_product(de[c], left, right);
+      }
     }
-    const float up = lift(weights.from_start[0]);
-    float added[S::kOwnTiles][2][4] = {};
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
-      float dyt[2][4];
-      load_sum_transposed(dyt, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
-      Factor left;
+      float missed[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        left.set(i / 4, i % 4, up * scale * weights.from_start[token(b, i)] * dyt[i / 4][i % 4]);
-      add_rows(added, left, q + b * kBlock * S::kKeyRow);
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        left.set(i / 4, i % 4, -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4]);
-      add_rows(added, left, k + b * kBlock * S::kKeyRow);
+        missed[i / 4][i % 4] = -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4];
+      F left;
+      left.set(missed);
+      add_rows(added[1], left, k + b * kBlock * S::kKeyRow);
     }
     advance(added, up * weights.whole);
-    each([=](float& s, int, int) { s = exact_product(1 / up, s); });
+    if (up != 1) each([=](float& s, int, int) { s = exact_product(1 / up, s); });
   }
 
   // The part's tokens of the columns of a chunk as rows of `columns` numbers, of which `tokens`
   // rows are real.
   __device__ __forceinline__ void put(float* to, long long stride, const ChunkColumns& e,
                                       int tokens, int columns) const {
-    const unsigned second = S::kParts > 1 && part ? 0xffffffffu : 0;
 #pragma unroll
     for (int b = 0; b < kBlocks / S::kParts; b++)
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int t = token(b + part, i), col = lane / 4 + i / 2 % 2 * 8;
         if (t >= tokens || col >= columns) continue;
-        // a choice by the part would put all of e into local memory
-        const unsigned own = __float_as_uint(e[b][i / 4][i % 4]) & ~second;
-        const unsigned next = __float_as_uint(e[kBlocks - 1][i / 4][i % 4]) & second;
-        to[t * stride + col] = __uint_as_float(own | next);
+        to[t * stride + col] = own(e, b, i);
       }
   }
 
-  // Part of 16 rows of the transposed state, S::kKeys numbers each.
-  __device__ __forceinline__ void save(float* to) const {
-#pragma unroll
-    for (int n = 0; n < S::kOwnTiles; n++)
-      if (real(n))
-#pragma unroll
-        for (int i = 0; i < 8; i += 2)
-          *reinterpret_cast<float2*>(to + (lane / 4 + i / 2 % 2 * 8) * S::kKeys + tile(n) * 16 +
-                                     i / 4 * 8 +
-                                     lane % 4 * 2) = {x[n][i / 4][i % 4], x[n][i / 4][i % 4 + 1]};
-  }
-
  private:
+  using Tiles = float[S::kOwnTiles][2][4];
+
+  static __device__ __forceinline__ void add(float (&d)[2][4], const float (&x)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) d[i / 4][i % 4] += x[i / 4][i % 4];
+  }
+  // Number i of the part's block b. A choice by the part would put all of e into local memory.
+  __device__ __forceinline__ float own(const ChunkColumns& e, int b, int i) const {
+    const unsigned second = S::kParts > 1 && part ? 0xffffffffu : 0;
+    const unsigned first = __float_as_uint(e[b][i / 4][i % 4]) & ~second;
+    const unsigned next = __float_as_uint(e[kBlocks - 1][i / 4][i % 4]) & second;
+    return __uint_as_float(first | next);
+  }
+  // The part's tokens of the columns of a chunk, as blocks.
+  template <class F>
+  __device__ __forceinline__ void put_blocks(float* to, const ChunkColumns& e) const {
+#pragma unroll
+    for (int b = 0; b < kBlocks / S::kParts; b++) {
+      float x[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[i / 4][i % 4] = own(e, b, i);
+      F factor;
+      factor.set(x);
+      put_block(to + (b + part) * kBlockSize, x, factor, lane);
+    }
+  }
   __device__ __forceinline__ int tile(int n) const { return part * S::kOwnTiles + n; }
   __device__ __forceinline__ bool real(int n) const {
     return S::kRowTiles % S::kParts == 0 || tile(n) < S::kRowTiles;
@@ -186,32 +234,47 @@ struct Walker {
   }
 
   // d = (K x)^T
-  __device__ __forceinline__ void read(ChunkColumns& d, const float* k) const {
-    zero(d);
+  template <class F>
+  __device__ __forceinline__ void read(ChunkColumns& d, const float* k, float* saved) const {
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++) {
-      if (!real(n)) continue;
-      Factor left;
-      left.set(x[n]);
+      ChunkColumns own;
+      zero(own);
+      if (real(n)) {
+        F left, right;
+        left.set(x[n]);
+        if (saved) put_block(saved + tile(n) * kBlockSize, x[n], left, lane);
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++) {
+          load_right_transposed(right, k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow,
+                                lane);
+          add_product(own[b], left, right);
+        }
+      }
 #pragma unroll
       for (int b = 0; b < kBlocks; b++)
-        multiply(
-            d[b], left,
-            load_right_transposed(k + b * kBlock * S::kKeyRow + tile(n) * 16, S::kKeyRow, lane));
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+          d[b][i / 4][i % 4] = own[b][i / 4][i % 4] + (n > 0 ? d[b][i / 4][i % 4] : 0.f);
     }
   }
   // added += left (16 rows in shared memory)
-  __device__ __forceinline__ void add_rows(float (&added)[S::kOwnTiles][2][4], const Factor& left,
-                                           const float* rows) const {
+  template <class F>
+  __device__ __forceinline__ void add_rows(Tiles& added, const F& left, const float* rows) const {
 #pragma unroll
-    for (int n = 0; n < S::kOwnTiles; n++)
-      if (real(n)) multiply(added[n], left, load_right(rows + tile(n) * 16, S::kKeyRow, lane));
+    for (int n = 0; n < S::kOwnTiles; n++) {
+      if (!real(n)) continue;
+      F right;
+      load_right(right, rows + tile(n) * 16, S::kKeyRow, lane);
+      add_product(added[n], left, right);
+    }
   }
-  __device__ __forceinline__ void advance(const float (&added)[S::kOwnTiles][2][4], float whole) {
+  __device__ __forceinline__ void advance(const Tiles (&added)[2], float whole) {
 #pragma unroll
     for (int n = 0; n < S::kOwnTiles; n++)
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        x[n][i / 4][i % 4] = fmaf(whole, x[n][i / 4][i % 4], added[n][i / 4][i % 4]);
+        x[n][i / 4][i % 4] =
+            fmaf(whole, x[n][i / 4][i % 4], added[0][n][i / 4][i % 4] + added[1][n][i / 4][i % 4]);
   }
 };

@@ -26,7 +26,7 @@ struct ChunkInSlot {
           past = middle;
       }
     } else {
-      // short numbers are quick to divide
+      // as a grid has fewer blocks than 2^32; short numbers are quick to divide
       n = static_cast<unsigned>(slot) / static_cast<unsigned>((a.T + kChunk - 1) / kChunk);
     }
     const Sequence range = sequence(a, n);

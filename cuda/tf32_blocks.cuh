@@ -35,7 +35,8 @@ __device__ __forceinline__ void multiply(float (&d)[2][4], const Factor& a, cons
       }
 }
 
-// A block in memory, rows `row` numbers apart, as mma leaves a sum, and as factors.
+// A block in memory, rows `row` numbers apart, as mma leaves a sum and a transposed one, as a left
+// factor, as a right one, and its transposed as a right one.
 __device__ __forceinline__ void load_sum(float (&x)[2][4], const float* block, int row, int lane) {
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
@@ -44,34 +45,28 @@ __device__ __forceinline__ void load_sum(float (&x)[2][4], const float* block, i
     x[i / 4][i % 4] = two.x, x[i / 4][i % 4 + 1] = two.y;
   }
 }
-__device__ __forceinline__ Factor load_left(const float* block, int row, int lane) {
-  Factor f;
-  float x[2][4];
-  load_sum(x, block, row, lane);
-  f.set(x);
-  return f;
-}
 __device__ __forceinline__ void load_sum_transposed(float (&x)[2][4], const float* block, int row,
                                                     int lane) {
 #pragma unroll
   for (int i = 0; i < 8; i++)
     x[i / 4][i % 4] = block[(i / 4 * 8 + lane % 4 * 2 + i % 2) * row + lane / 4 + i / 2 % 2 * 8];
 }
-__device__ __forceinline__ Factor load_left_transposed(const float* block, int row, int lane) {
+__device__ __forceinline__ Factor load_left_factor(const float* block, int row, int lane) {
   Factor f;
   float x[2][4];
-  load_sum_transposed(x, block, row, lane);
+  load_sum(x, block, row, lane);
   f.set(x);
   return f;
 }
-__device__ __forceinline__ Factor load_right(const float* block, int row, int lane) {
+__device__ __forceinline__ Factor load_right_factor(const float* block, int row, int lane) {
   Factor f;
 #pragma unroll
   for (int i = 0; i < 8; i++)
     f.set(i / 4, i % 4, block[(i % 4 / 2 * 8 + lane % 4 * 2 + i % 2) * row + i / 4 * 8 + lane / 4]);
   return f;
 }
-__device__ __forceinline__ Factor load_right_transposed(const float* block, int row, int lane) {
+__device__ __forceinline__ Factor load_right_factor_transposed(const float* block, int row,
+                                                               int lane) {
   Factor f;
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {

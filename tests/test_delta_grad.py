@@ -135,11 +135,40 @@ def betas(x: dict) -> dict:
     return x | {"beta": beta}
 
 
+def some_betas(x: dict) -> dict:
+    """The same, but for tokens in the middle alone."""
+    beta = betas(x)["beta"]
+    beta[:, :70], beta[:, 150:] = x["beta"][:, :70], x["beta"][:, 150:]
+    return x | {"beta": beta}
+
+
 def one_key(x: dict) -> dict:
     """The same key again and again."""
     k = x["k"].copy()
     k[...] = k[:, :1]
     return x | {"k": k}
+
+
+def few_keys(x: dict) -> dict:
+    """Twelve keys by turns."""
+    k = x["k"].copy()
+    for i in range(12, k.shape[1]):
+        k[:, i] = k[:, i - 12]
+    return x | {"k": k}
+
+
+def reflected(x: dict) -> dict:
+    """The same key again and again, and betas of 2: the state is reflected each time."""
+    return one_key(x) | {"beta": np.full_like(x["beta"], 2)}
+
+
+def reflected_by_turns(x: dict) -> dict:
+    """Eight orthonormal keys by turns, and betas of 2."""
+    k = x["k"].copy()
+    for b, _, h in np.ndindex(k.shape[0], 1, k.shape[2]):
+        basis = np.linalg.qr(k[b, :8, h].astype(np.float64).T)[0].T.astype(k.dtype)
+        k[b, :, h] = basis[np.arange(k.shape[1]) % 8]
+    return x | {"k": k, "beta": np.full_like(x["beta"], 2)}
 
 
 def like_keys(x: dict) -> dict:
@@ -205,6 +234,16 @@ CASES = [
 
 
 CASES += [replace(case, dtype="float32") for case in CASES if max(case.K, case.V) <= 64]
+CASES += [
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=one_key, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="random", prepare=one_key, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=betas, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=few_keys, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=reflected, dtype="float32"),
+    Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=reflected_by_turns, dtype="float32"),
+    Case(64, 64, T=300, gate="0.9995", prepare=some_betas, dtype="float32"),
+    Case(40, 17, T=200, wide=False, gate="one", prepare=some_betas, dtype="float32"),
+]
 
 
 def run_on_host(kernels: dict, case: Case, x: dict, **how) -> dict[str, np.ndarray]:
@@ -294,9 +333,14 @@ def plants() -> list[tuple[str, str, int]]:
     ]
 
 
-PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state; gates that overflow
+PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state; gates that overflow;
+    # rows that are copied number by number
     "delta_grad": [Case(72, 24, T=200), Case(32, 32, T=140, prepare=soaring, gate="random")],
-    "delta_grad32": [Case(40, 24, T=100, dtype="float32")],
+    "delta_grad32": [
+        Case(40, 24, T=100, dtype="float32"),
+        Case(32, 32, T=100, prepare=betas, dtype="float32"),
+        Case(17, 33, T=65, wide=False, dtype="float32"),
+    ],
 }
 
 

@@ -20,25 +20,27 @@ from .. import arrays
 from ..arrays import ITEMSIZE, View
 from ..problem import Problem
 from . import call, loader, recurrent_grad
-from .delta_grad_tile import DeltaGradTile
+from .delta_grad_tile import DeltaGradTile, DeltaGradTile32
 from .loader import Launch
 from .plan import Plan
 
 SPACE = struct.Struct("=4Q q")  # SpaceArgs of cuda/delta_grad_space.cuh
 ALIGNED = 256
 UNIT_THREADS = 256
+LOOKED = 8  # kLooked of cuda/delta_grad32.cu
 BLOCKS = 1 << 16
 
 
 @functools.lru_cache(maxsize=4096)
-def expressions(tile: DeltaGradTile, direct: bool) -> tuple[str, str, str]:
-    """The template instantiations for a tile, as NVRTC is asked for them."""
+def expressions(tile: DeltaGradTile, direct: bool) -> tuple[str, ...]:
+    """The template instantiations for a tile, as NVRTC is asked for them, in order."""
     K, V, wide = tile.K, tile.V, str(tile.wide).lower()
     flags = f"{wide}, {str(direct).lower()}"
+    kinds = ("tokens", "strained") if isinstance(tile, DeltaGradTile32) else ("tokens",)
     return (
         f"{tile.stem}_prepare<{K}, {wide}>",
         f"{tile.stem}_walk<{K}, {V}, {tile.block_cols}, {tile.stages}, {flags}>",
-        f"{tile.stem}_tokens<{K}, {V}, {flags}>",
+        *(f"{tile.stem}_{kind}<{K}, {V}, {flags}>" for kind in kinds),
     )
 
 
@@ -133,7 +135,7 @@ def launches(
     args = call.arguments(unit, grads["v"], grads.get("initial_state"), offsets)
     last = space(p, tile, spaces)
     direct = is_direct(p)
-    prepare, walk, tokens = expressions(tile, direct)
+    prepare, walk, tokens, *strained = expressions(tile, direct)
     items = min(slots(p, tile.chunk) * p.H, call.MAX_GRID)
     walks = 2 * p.N * p.H * tile.column_blocks
     rows = math.ceil(p.B * p.T * p.Hq * 32 / UNIT_THREADS)
@@ -147,6 +149,10 @@ def launches(
         Launch(prepare, items, tile.prepare_threads, tile.prepare_bytes, (args, last)),
         Launch(walk, walks, tile.walk_threads, tile.walk_bytes, (args, own, last)),
         Launch(tokens, items, tile.token_threads, tile.token_bytes, (args, own, last)),
+    ]
+    found += [
+        Launch(name, -(-items // LOOKED), tile.token_threads, tile.token_bytes, (args, own, last))
+        for name in strained
     ]
     if not direct:
         name = recurrent_grad.finish_expression(p.dtype, "float32", p.qk_l2norm, p.K, 1)

@@ -15,7 +15,6 @@ LEAST_K = 16  # among keys of fewer numbers many are nearly alike: writes cancel
 SHORTEST = 64  # tokens; gradients of shorter sequences are faster token by token
 BLOCKS = 10  # of 16 x 16 on and below the diagonal of a chunk of 64
 BLOCK_BYTES = 512
-PAD = 8  # numbers after each row in shared memory
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class DeltaGradTile:
     stem: ClassVar[str] = "delta_grad"
     chunk: ClassVar[int] = 64  # tokens
     size: ClassVar[int] = 2  # bytes of a number
+    pad: ClassVar[int] = 8  # numbers after each row in shared memory
     copiers: ClassVar[int] = 2  # warps
     prepare_threads: ClassVar[int] = 128
     token_threads: ClassVar[int] = 256
@@ -62,7 +62,7 @@ class DeltaGradTile:
 
     @property
     def walk_bytes(self) -> int:
-        numbers = 2 * self._rows(self.K) + self.chunk * (self.block_cols + PAD)
+        numbers = 2 * self._rows(self.K) + self.chunk * (self.block_cols + self.pad)
         tables = 3 * BLOCKS * BLOCK_BYTES + self.weight_bytes
         return self.stages * (self.size * numbers + tables) + self.sum_bytes
 
@@ -85,7 +85,7 @@ class DeltaGradTile:
         return self.size * 256 * _tiles(self.K) * _tiles(self.V)
 
     def _rows(self, numbers: int) -> int:
-        return self.chunk * (16 * _tiles(numbers) + PAD)
+        return self.chunk * (16 * _tiles(numbers) + self.pad)
 
 
 @dataclass(frozen=True)
@@ -100,23 +100,26 @@ class DeltaGradTile32(DeltaGradTile):
     token_threads: ClassVar[int] = 256
     weight_bytes: ClassVar[int] = 4 * (4 * 32 + 4)
     prepared_bytes: ClassVar[int] = 4 * 2 * 32 * 32 + weight_bytes
-    pair_bytes: ClassVar[int] = 4 * 32 * (32 + PAD)
+    pad: ClassVar[int] = 4
+    pair_bytes: ClassVar[int] = 4 * 32 * (32 + pad)
 
     @property
     def prepare_bytes(self) -> int:
-        return 8 * self._rows(self.K) + 2 * self.pair_bytes + self.weight_bytes
+        row = 16 * _tiles(self.K) + 8
+        pairs = 3 if row < self.chunk + self.pad else 2  # else the third in place of q
+        return 8 * self.chunk * row + pairs * self.pair_bytes + self.weight_bytes
 
     @property
     def walk_bytes(self) -> int:
-        numbers = 2 * self._rows(self.K) + self.chunk * (self.block_cols + PAD)
-        stage = 4 * numbers + 2 * self.pair_bytes + self.weight_bytes
-        return self.stages * stage + self.sum_bytes + 144  # kCopierBytes
+        numbers = 2 * self._rows(self.K) + self.chunk * (self.block_cols + self.pad)
+        stages = self.stages * (4 * numbers + 2 * self.pair_bytes)
+        weights = (self.stages + 1) * self.weight_bytes
+        return stages + weights + self.sum_bytes + 144  # kCopierBytes
 
     @property
     def token_bytes(self) -> int:
-        numbers = 2 * self._rows(self.K) + 3 * self._rows(self.V)
-        numbers += 2 * 16 * _tiles(self.V) * (16 * _tiles(self.K) + PAD)
-        sums = self.weight_bytes + 4 * (21 * self.chunk + 8)  # sizeof(TokenSums)
+        numbers = 2 * self._rows(self.K) + 2 * self._rows(self.V)
+        sums = self.weight_bytes + 16 + 4 * (21 * self.chunk + 8)  # sizeof(TokenSums)
         return 4 * numbers + 3 * self.pair_bytes + sums
 
 
