@@ -6,6 +6,7 @@ The GPU tests named test_case_* are small enough for compute-sanitizer.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from dataclasses import dataclass, field, replace
 
@@ -384,6 +385,20 @@ def test_tiles_fit_into_shared_memory(dtype, limit):
                     assert tile is None or tile.shared_bytes <= limit
                     assert tile is None or tile.threads <= 1024
                     assert tile is not None or limit < 163 * 1024
+
+
+def test_every_warp_that_makes_decays_has_a_stage():
+    """One without would wait for a phase that only its own chunk can bring."""
+    for K, V, products, wide, dtype in itertools.product(
+        (1, 24, 33, 64, 96, 128),
+        (1, 24, 33, 64, 104, 256),
+        ("kThree", "kOne", "kMixed"),
+        (chunks32.BOXES, chunks32.VECTORS, chunks32.SINGLE),
+        ("float32", "float16"),
+    ):
+        for tile in chunks32.shapes(K, V, products, wide, dtype):
+            for each in (tile, tile.by_copy_engine()):
+                assert each.stages >= each.decay_warps
 
 
 def test_tiles_by_heads_and_by_what_copies():

@@ -54,7 +54,8 @@ class Tile32:
         """The same where the engine can copy rows: if they are of whole vectors."""
         if self.wide != VECTORS:
             return self
-        return replace(self, wide=BOXES, copy_warps=1, decay_warps=3)
+        copiers, decays = _helpers(BOXES, self.stages)
+        return replace(self, wide=BOXES, copy_warps=copiers, decay_warps=decays)
 
     @property
     def col_blocks(self) -> int:
@@ -156,16 +157,21 @@ def _small(K: int, V: int) -> bool:
     return K <= 32 and V <= 32
 
 
+def _helpers(wide: int, stages: int) -> tuple[int, int]:
+    """Warps that copy and that make decays: each of these makes one of every so many stages."""
+    return (1, min(3, stages)) if wide == BOXES else (2, 2)
+
+
 def shapes(K: int, V: int, products: str, wide: int, dtype: str = "float32") -> list[Tile32]:
     """Tiles for a head, the better ones first: many chunks at a time, then copies far ahead."""
     width = min(32, -(-V // 8) * 8)  # of what one warp puts out, and keeps
-    helpers = (1, 3) if wide == BOXES else (2, 2)
     half, tall = dtype == "float16", K > 64
     found = []
 
     def add(cols, turns, slots, deepest, out, state=(32, 32)):
         for stages in range(deepest, turns, -1):
             sizes = (K, V, cols, turns, stages, slots)
+            helpers = _helpers(wide, stages)
             found.append(Tile32(*sizes, *out, *state, *helpers, products, wide, dtype=dtype))
 
     if _small(K, V):
