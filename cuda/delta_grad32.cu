@@ -64,10 +64,7 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
               back ? space.late : space.states,
               static_cast<float>(a.scale)};
   __syncthreads();
-  if (chunks > 0) copier.fetch_weights(shared, 0);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
+  if (chunks > 0) copier.fetch_weights(shared, 0);  // which come with the chunk
   for (int i = 0; i < kStages - 1; i++) copier.fetch(shared, i);
 
   const int group = warp / S::kParts, own0 = group * 16, value_tile = col0 / 16 + group;
