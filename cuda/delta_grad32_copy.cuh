@@ -3,8 +3,8 @@
 #include "delta_grad32_space.cuh"
 
 constexpr int kCopierBytes = 144;
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10)
-constexpr int kWalkBlocks = 2;  // for which there is shared memory, with two stages
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 100 == 9
+constexpr int kWalkBlocks = 2;  // for which there is room, with two stages
 #else
 constexpr int kWalkBlocks = 1;
 #endif
