@@ -22,12 +22,12 @@ template <class S>
 __device__ __forceinline__ void set_up(Shared<S>& shared) {
   for (int i = 0; i < S::kStages; i++) {
     shared.loaded[i].init(32);
-    shared.made[i].init(1);
-    shared.free[i].init(S::kStateWarps);
+    init_for_warps(shared.made[i], 1);
+    init_for_warps(shared.free[i], S::kStateWarps);
   }
   for (int i = 0; i < S::kSlots; i++) {
-    shared.prepared[i].init(1);
-    shared.used[i].init(S::kStateWarps);
+    init_for_warps(shared.prepared[i], 1);
+    init_for_warps(shared.used[i], S::kStateWarps);
   }
 }
 

@@ -1,7 +1,9 @@
 // What the roles of cuda/delta16.cu share: sizes of a tile, shared memory, and a block's item.
 #pragma once
+#include "arrive.cuh"
 #include "call.cuh"
 #include "delta16_tiles.cuh"
+#include "turns.cuh"
 
 // kTeams chunks are prepared at a time. kStages chunks lie in shared memory or are on their way
 // there, and what was prepared of kSlots. kWide: numbers copied at once.
@@ -83,24 +85,6 @@ struct Shared {
     return stages[stage] + 2 * kChunk * S::kRow;
   }
 };
-
-// One of n things by turns, and how often it has been come back to, modulo 2.
-template <int n>
-struct Turn {
-  int slot = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void skip(int count) {  // at most n
-    slot += count;
-    if (slot >= n) slot -= n, parity ^= 1;
-  }
-};
-
-// By a warp whose lanes have all done with what the barrier is for.
-__device__ __forceinline__ void arrive(Barrier& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier.arrive();
-}
 
 __device__ __forceinline__ Item find_item(const CallArgs& a) {
   Item x;

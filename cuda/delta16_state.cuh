@@ -238,10 +238,8 @@ __device__ __forceinline__ void keep_state(const CallArgs& a, Shared<S>& shared,
     keeper.advance(prepared, decay);
     keeper.meet_errors(prepared);
     __syncwarp();
-    if (lane == 0) {
-      shared.used[slot.slot].arrive();
-      shared.free[from].arrive();
-    }
+    arrive_together(shared.used[slot.slot], lane);
+    arrive_together(shared.free[from], lane);
     keeper.put_outputs(y, stride, left, scale);
     y += kChunk * stride;
     left -= kChunk;

@@ -39,7 +39,7 @@ __device__ __forceinline__ void make_outputs(const CallArgs& a, Shared<S>& share
     tiles.make(shared.queries(stage.slot), shared.keys(stage.slot), shared.values(stage.slot),
                shared.states[slot.slot], own0, shared.decays[stage.slot], block, lane);
     arrive(shared.used[slot.slot], lane);
-    if (lane == 0) shared.free[stage.slot].arrive();
+    arrive_together(shared.free[stage.slot], lane);
     stage.skip(S::kTurns);
     slot.skip(S::kTurns);
 #pragma unroll
@@ -136,13 +136,13 @@ template <class S>
 __device__ __forceinline__ void set_up(Shared<S>& shared) {
   for (int i = 0; i < S::kStages; i++) {
     shared.loaded[i].init(32 * S::kCopyWarps);
-    shared.made[i].init(1);
-    shared.free[i].init(S::kStateWarps + S::kParts);
+    init_for_warps(shared.made[i], 1);
+    init_for_warps(shared.free[i], S::kStateWarps + S::kParts);
   }
   for (int i = 0; i < S::kSlots; i++) {
-    shared.prepared[i].init(kPreparers);
-    shared.known[i].init(S::kStateWarps);
-    shared.used[i].init(S::kParts);
+    init_for_warps(shared.prepared[i], kPreparers);
+    init_for_warps(shared.known[i], S::kStateWarps);
+    init_for_warps(shared.used[i], S::kParts);
   }
 }
 

@@ -1,9 +1,11 @@
 // What the roles of cuda/delta32.cu share: sizes of a tile, shared memory, and a block's item.
 #pragma once
+#include "arrive.cuh"
 #include "call.cuh"
 #include "delta32_outputs.cuh"
 #include "delta32_prepare.cuh"
 #include "delta32_state.cuh"
+#include "turns.cuh"
 
 // kTeams chunks are prepared and outputs of kTurns chunks are made at a time. kStages chunks lie in
 // shared memory or are on their way there, and the states before kSlots chunks, with what the
@@ -96,24 +98,6 @@ struct Shared {
     return stages[stage] + 2 * kChunk * S::kKeyRow;
   }
 };
-
-// One of n things by turns, and how often it has been come back to, modulo 2.
-template <int n>
-struct Turn {
-  int slot = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void skip(int count) {  // at most n
-    slot += count;
-    if (slot >= n) slot -= n, parity ^= 1;
-  }
-};
-
-// By a warp whose lanes have all done with what the barrier is for.
-__device__ __forceinline__ void arrive(Barrier& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier.arrive();
-}
 
 template <class S>
 __device__ __forceinline__ Item find_item(const CallArgs& a) {

@@ -1,5 +1,6 @@
 // What the roles of delta_sm90.cu share: their memory, places in sequences, and copies of q and k.
 #pragma once
+#include "arrive.cuh"
 #include "call.cuh"
 #include "inverse.cuh"
 #include "warpgroups.cuh"

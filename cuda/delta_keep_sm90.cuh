@@ -83,8 +83,7 @@ struct Keeper {
       take(v);
     if (__builtin_expect(shorter(c), 0)) store_rest(v, c, left(c));
     fence_shared();
-    __syncwarp();
-    if (thread() % 32 == 0) shared.free[slot].arrive();
+    arrive(shared.free[slot], thread() % 32);
     at++;
   }
   __device__ __forceinline__ int left(int c) const { return now().stop - now().start - c * kChunk; }

@@ -102,10 +102,7 @@ struct Preparer {
     shared.free[before % kStages].wait(before / kStages % 2);
   }
 
-  __device__ __forceinline__ void hand_on() const {
-    __syncwarp();
-    if (lane == 0) shared.prepared[stage()].arrive();
-  }
+  __device__ __forceinline__ void hand_on() const { arrive(shared.prepared[stage()], lane); }
   // A gate or a beta of this group's next chunk.
   __device__ __forceinline__ Fetched fetch() const {
     Fetched gate;

@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
     for (int i = 0; i < kStages; i++) {
       shared.loaded[i].init(1);
       shared.values[i].init(1);
-      shared.prepared[i].init(4);
-      shared.free[i].init(4 * S::kKeepers);
+      init_for_warps(shared.prepared[i], 4);
+      init_for_warps(shared.free[i], 4 * S::kKeepers);
       shared.places[i].open = 0;
     }
     fence_barriers();

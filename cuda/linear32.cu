@@ -127,13 +127,16 @@ template <class S>
 __device__ __forceinline__ void set_up(Shared<S>& shared) {
   constexpr int kParts = S::kOutput ? S::kParts : 0;
   for (int i = 0; i < S::kStages; i++) {
-    shared.loaded[i].init(S::kCopyWarps);
-    shared.made[i].init(1);
-    shared.free[i].init(S::kStateWarps + kParts);
+    if (S::kWide == kBoxes)
+      shared.loaded[i].init(1);
+    else
+      init_for_warps(shared.loaded[i], S::kCopyWarps);
+    init_for_warps(shared.made[i], 1);
+    init_for_warps(shared.free[i], S::kStateWarps + kParts);
   }
   for (int i = 0; i < S::kSlots; i++) {
-    shared.state_made[i].init(S::kStateWarps);
-    shared.state_free[i].init(S::kParts);
+    init_for_warps(shared.state_made[i], S::kStateWarps);
+    init_for_warps(shared.state_free[i], S::kParts);
   }
 #if !defined(SIMT_HOST) && __CUDA_ARCH__ >= 900
   if (S::kWide == kBoxes) fence_barriers();

@@ -1,7 +1,9 @@
 // What the roles of cuda/linear32.cu share: sizes of a tile, shared memory, and a block's item.
 #pragma once
+#include "arrive.cuh"
 #include "call.cuh"
 #include "linear32_tiles.cuh"
+#include "turns.cuh"
 
 struct PieceArgs {
   float* states;         // (pieces, N, H, K, V): after each piece from zero, then before each piece
@@ -107,25 +109,6 @@ struct Shared {
     return keys(slot) + S::kKeyBoxes * kTokenBox<In>;
   }
 };
-
-// One of n things by turns, and how often it has been come back to, modulo 2.
-template <int n>
-struct Turn {
-  int slot = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void skip(int count) {  // at most n
-    slot += count;
-    if (slot >= n) slot -= n, parity ^= 1;
-  }
-  __device__ __forceinline__ void next() { skip(1); }
-};
-
-// By a warp whose lanes have all done with what the barrier is for.
-__device__ __forceinline__ void arrive(Barrier& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier.arrive();
-}
 
 template <class S>
 __device__ __forceinline__ Item find_item(const CallArgs& a, const PieceArgs& pieces) {

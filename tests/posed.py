@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from conftest import Family
 from host import simt
 
 from cupy_gdelta import accuracy, arrays, problem
-from cupy_gdelta.gpu import call
+from cupy_gdelta.gpu import call, loader
 
 needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
 
@@ -121,6 +123,15 @@ def device_offsets(p: problem.Problem) -> arrays.View | None:
     if p.cu_seqlens is None:
         return None
     return arrays.take(Family("cupy").array(p.cu_seqlens))
+
+
+def where_every_lane_arrives(folder: Path) -> Path:
+    """Sources of kernels as compute-sanitizer's racecheck wants them, copied into a folder."""
+    for path in loader.folder().glob("*.cu*"):
+        shutil.copy(path, folder)
+    arrive = folder / "arrive.cuh"
+    arrive.write_text("#define EVERY_LANE_ARRIVES\n" + arrive.read_text())
+    return folder
 
 
 def verify(case: Any, x: dict, y, state, what: str) -> None:

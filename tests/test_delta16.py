@@ -18,7 +18,16 @@ from host import simt
 from cupy_gdelta import accuracy
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
-from posed import device_offsets, needs_compiler, on_host, pose, random_inputs, verify
+from posed import (
+    device_offsets,
+    needs_compiler,
+    on_host,
+    pose,
+    random_inputs,
+    verify,
+    verify_in_every_order,
+    where_every_lane_arrives,
+)
 from wild import WILD, wild_inputs
 
 from cupy_gdelta.gpu import delta16, delta_chunks16, loader, plan
@@ -124,13 +133,9 @@ def kernels() -> simt.Kernels:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_the_cpu_in_every_order(case, kernels, rng):
     x = case.inputs(rng, Family("numpy"))
-    first = None
-    for order in simt.ORDERS:
-        y, state = run_on_host(kernels, case, x, order=order)
-        case.verify(x, y, state, f"order {order}")
-        bits = y.tobytes() + state.tobytes()
-        assert first in (None, bits), "the order of threads shows in the result"
-        first = bits
+    verify_in_every_order(
+        case, x, lambda order: run_on_host(kernels, case, x, order=order), Case.verify
+    )
 
 
 @needs_compiler
@@ -155,7 +160,7 @@ PLANTS = [
     (FEED, "shared.free[slot].wait(stage.parity ^ 1);", 1),
     (FEED, "cp_async_wait<1>();", 0),
     (FEED, "__syncwarp();", 1),
-    ("delta16_shape.cuh", "__syncwarp();", 0),
+    ("arrive.cuh", "__syncwarp();", 0),
 ]
 
 
@@ -193,6 +198,14 @@ def assert_caught(name: str, text: str, options: dict, tmp_path, rng) -> None:
 
     with pytest.raises((simt.Fault, AssertionError)):
         run()
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", [Case(24, 24, T=200, H=1, Hq=1)], ids=str)
+def test_every_lane_may_arrive(case, tmp_path, rng):
+    source = where_every_lane_arrives(tmp_path) / SOURCE.name
+    x = case.inputs(rng, Family("numpy"))
+    case.verify(x, *run_on_host(simt.Kernels(source, [case.expression]), case, x), "every lane")
 
 
 @needs_compiler

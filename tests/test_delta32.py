@@ -26,6 +26,7 @@ from posed import (
     random_inputs,
     verify,
     verify_in_every_order,
+    where_every_lane_arrives,
 )
 from wild import WILD, wild_inputs
 
@@ -155,7 +156,7 @@ PLANTS = [
     ("delta32_feed.cuh", "shared.free[slot].wait(stage.parity ^ 1);", 0),
     ("delta32_feed.cuh", "sync_threads<32 * S::kCopyWarps>(1 + S::kTeams);", 0),
     ("delta32_feed.cuh", "cp_async_wait<1>();", 0),
-    ("delta32_shape.cuh", "__syncwarp();", 0),
+    ("arrive.cuh", "__syncwarp();", 0),
     *[("delta32_prepare.cuh", "sync_threads<32 * kPreparers>(barrier);", i) for i in range(3)],
     *[("delta32_prepare.cuh", "__syncwarp();", i) for i in range(3)],
     *[("delta32_state.cuh", "sync_threads<32 * kParts>(barrier);", i) for i in range(2)],
@@ -197,6 +198,14 @@ def assert_caught(name: str, text: str, options: dict, tmp_path, rng) -> None:
 
     with pytest.raises((simt.Fault, AssertionError)):
         run()
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", [Case(24, 24, T=200, H=1, Hq=1)], ids=str)
+def test_every_lane_may_arrive(case, tmp_path, rng):
+    source = where_every_lane_arrives(tmp_path) / SOURCE.name
+    x = case.inputs(rng, Family("numpy"))
+    case.verify(x, *run_on_host(simt.Kernels(source, [case.expression]), case, x), "every lane")
 
 
 @needs_compiler

@@ -27,6 +27,7 @@ from posed import (
     random_inputs,
     verify,
     verify_in_every_order,
+    where_every_lane_arrives,
 )
 from test_delta import repeated, repeated_keys
 from test_linear_sm90 import hopper, host_map
@@ -125,6 +126,15 @@ def kernels() -> simt.Kernels:
 def test_on_the_cpu_in_every_order(case, kernels, rng):
     x = random_inputs(case, rng, Family("numpy"))
     verify_in_every_order(case, x, lambda order: on_this_cpu(kernels, case, x, grid=3, order=order))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", [WHOLE[0], PIECES[0]], ids=str)
+def test_every_lane_may_arrive(case, tmp_path, rng):
+    source = where_every_lane_arrives(tmp_path) / "delta_sm90.cu"
+    x = random_inputs(case, rng, Family("numpy"))
+    y, state = on_this_cpu(simt.Kernels(source, [case.expression]), case, x)
+    verify(case, x, y, state, "every lane")
 
 
 @needs_compiler

@@ -27,6 +27,7 @@ from posed import (
     random_inputs,
     verify,
     verify_in_every_order,
+    where_every_lane_arrives,
 )
 from wild import WILD, wild_inputs
 
@@ -201,7 +202,7 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     case.verify(x, y, state, "checked")
 
 
-FILES = ("linear32_shape.cuh", "linear32.cu", "linear32_feed.cuh", "decay32.cuh")
+FILES = ("arrive.cuh", "linear32_shape.cuh", "linear32.cu", "linear32_feed.cuh", "decay32.cuh")
 PLANTS = [  # case, text, what stands there instead, and in which of its places in FILES
     (BOXES, "shared.state_made[state.slot].wait(state.parity);", "", 0),
     (BOXES, "shared.state_free[state.slot].wait(state.parity ^ 1);", "", 0),
@@ -215,7 +216,7 @@ PLANTS = [  # case, text, what stands there instead, and in which of its places 
     (BOXES, "__syncwarp();", "", 0),
     (BOXES, "__syncwarp();", "", 1),
     (BOXES, "__syncthreads();", "", 0),
-    (BOXES, "shared.free[i].init(S::kStateWarps + kParts);", "shared.free[i].init(kParts);", 0),
+    (BOXES, "(shared.free[i], S::kStateWarps + kParts);", "(shared.free[i], kParts);", 0),
 ]
 
 
@@ -351,6 +352,14 @@ def test_nan_shows_on_a_gpu(case, number, rng):
 
 STARTS = WILD | {"across chunks": ([1] * 30 + [1e9] * 40, 75)}
 WILD_CASE = Case(16, 16, T=100, H=1, Hq=1)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", [BOXES, VECTORS], ids=str)
+def test_every_lane_may_arrive(case, tmp_path, rng):
+    source = where_every_lane_arrives(tmp_path) / SOURCE.name
+    x = case.inputs(rng, Family("numpy"))
+    case.verify(x, *run_on_host(simt.Kernels(source, case.expressions), case, x), "every lane")
 
 
 @needs_compiler

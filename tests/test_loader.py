@@ -41,7 +41,8 @@ class Device:
 @pytest.fixture
 def compiler(monkeypatch):
     """What is compiled, in order; ``meet`` may be a barrier for all who compile at once."""
-    seen = SimpleNamespace(compiled=[], launched=[], devices=[], meet=None, capturing=False)
+    seen = SimpleNamespace(compiled=[], options=[], launched=[], devices=[], meet=None)
+    seen.capturing = False
 
     class RawModule:
         def __init__(self, code, options, name_expressions, enable_cooperative_groups):
@@ -51,6 +52,7 @@ def compiler(monkeypatch):
             if "CUPY_CACHE_IN_MEMORY" not in os.environ and self.expression in seen.broken:
                 raise OSError("read-only")
             seen.compiled.append(self.expression)
+            seen.options.append(options)
             seen.devices.append(Device.current.number)
 
         def get_function(self, expression):
@@ -63,6 +65,7 @@ def compiler(monkeypatch):
     monkeypatch.setattr(loader, "cupy", SimpleNamespace(RawModule=RawModule, cuda=cuda))
     monkeypatch.setattr(loader, "_kernels", {})
     monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    monkeypatch.delenv(loader.RACECHECK, raising=False)
     return seen
 
 
@@ -127,3 +130,11 @@ def test_nothing_is_compiled_during_a_capture(compiler):
         loader.run("step", launches("a", "b"), device=0)
     assert compiler.compiled == ["a"]
     assert len(compiler.launched) == 2
+
+
+def test_racecheck_is_compiled_for(compiler, monkeypatch):
+    loader.run("step", launches("a"), device=0)
+    monkeypatch.setenv(loader.RACECHECK, "1")
+    loader.run("step", launches("b"), device=0)
+    plain, checked = map(set, compiler.options)
+    assert checked - plain == {"-DEVERY_LANE_ARRIVES"}

@@ -21,6 +21,7 @@ import cupy
 
 OPTIONS = ("-std=c++17",)
 SM90 = ("-arch=sm_90a",)  # what Hopper has, and no later GPU
+RACECHECK = "CUPY_GDELTA_RACECHECK"  # in the environment: compile for that tool, see arrive.cuh
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _lock = threading.Lock()
 _kernels: dict[tuple[str, str, int], Any] = {}
@@ -123,6 +124,8 @@ def _refuse_capture() -> None:
 def _compile(stem: str, expressions: Sequence[str], device: int, together: bool) -> list[Any]:
     hopper = cupy.cuda.Device().compute_capability == "90"
     options = OPTIONS + (SM90 if hopper else ())
+    if os.environ.get(RACECHECK):
+        options += ("-DEVERY_LANE_ARRIVES",)
 
     def build(expression: str) -> Any:
         with cupy.cuda.Device(device):  # each thread has a current device of its own
