@@ -11,7 +11,9 @@ constexpr int kPrepareThreads = 64 * kBlocks;
 // states grow where no key reads them.
 template <int K>
 constexpr float kMostAlike = 868.f / K;
-constexpr float kMostErrors = 16;
+constexpr float kMostErrors = 12;
+// Of what a chunk leaves of a state, above which errors of many chunks add up.
+constexpr float kLasting = .5f;
 // So many betas past so much turn states about, and damp no errors.
 constexpr int kMostTurns = 4;
 constexpr float kTurns = 1.9f;
@@ -181,9 +183,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
       squares += __shfl_xor_sync(0xffffffffu, squares, step);
     }
     const float beta = weights.beta[lane];
-    const bool turns = __any_sync(0xffffffffu, !(beta >= 0 && beta <= 1));
+    const bool wide = !(beta >= 0 && beta <= 1) || !(fabsf(weights.gate[lane]) <= 1);
+    const bool stays = __any_sync(0xffffffffu, wide) || fabsf(weights.whole) > kLasting;
     if (lane == 0)
-      weights.strain[r] = turns ? 2.f : fmaxf(alike / kMostAlike<K>, squares / kMostErrors);
+      weights.strain[r] = stays ? 2.f : fmaxf(alike / kMostAlike<K>, squares / kMostErrors);
   }
   __syncthreads();
   const bool strained = !(weights.strain[0] + weights.strain[1] <= 1);

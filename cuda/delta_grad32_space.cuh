@@ -113,7 +113,8 @@ struct Stored {
 // equal gates make equal roundings.
 __device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const Stored& stored,
                                       int lane) {
-  const double gate = stored.real ? stored.gate.value<double>(a.gate_kind) : 1;
+  const double given = stored.real ? stored.gate.value<double>(a.gate_kind) : 1;
+  const double gate = given + (given - given);  // NaN where infinite
   const float beta = stored.real ? stored.beta.value<float>(a.beta_kind) : 0;
   double head = gate, tail = gate;  // of gates up to, and from, this lane's
 #pragma unroll 1

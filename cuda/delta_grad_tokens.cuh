@@ -215,7 +215,7 @@ struct TokenGradients : TokenWarp {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int t = row(2 * half);
-      const long long row_at = first_row + t * step + tile * 16;
+      const long long row_at = first_row + static_cast<long long>(t) * step + tile * 16;
       if constexpr (kDirect && K % 4 == 0) {  // neighbours swap, for whole vectors of four
         const unsigned low = pack_bfloat16(x[0][2 * half], x[0][2 * half + 1]);
         const unsigned high = pack_bfloat16(x[1][2 * half], x[1][2 * half + 1]);
