@@ -335,6 +335,54 @@ def test_threads_do_not_share_arguments(device, rng, monkeypatch):
     assert sorted(first for _, first in seen) == [i.to_bytes(8, "little") for i in range(4)]
 
 
+class DriverError(RuntimeError):
+    status = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+
+def test_a_thread_without_a_context_gets_one(device, rng, monkeypatch):
+    p, state = problem(rng), np.zeros((2, 4, 8, 8), np.float32)
+    plain, asked = gpu.step._launch, []
+
+    def launch(*how):
+        if not asked:
+            raise DriverError
+        plain(*how)
+
+    monkeypatch.setattr(gpu.step, "_launch", launch)
+    monkeypatch.setattr(gpu.step, "driver", types.SimpleNamespace(CUDADriverError=DriverError))
+    context = types.SimpleNamespace(memGetInfo=lambda: asked.append("context"))
+    monkeypatch.setattr(gpu.step, "runtime", context)
+    one_step("delta", p, state)
+    assert (asked, len(device.launches)) == (["context"], 1)
+    asked.clear()
+    monkeypatch.setattr(DriverError, "status", 1)
+    with pytest.raises(DriverError):
+        one_step("delta", p, state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cupy", "torch-cuda"])
+def test_a_new_thread_takes_a_step(name, rng):
+    if name == "torch-cuda":
+        pytest.importorskip("torch")
+    family = Family(name)
+    x = {n: a[:, 0] for n, a in family.arrays(problem(rng), "float32").items()}
+    state = family.array(np.zeros((2, 4, 8, 8)), "float32")
+    out = family.array(np.zeros((2, 4, 8)), "float32")
+    step_ = lambda: STEPS["delta"](**x, state=state, out=out)  # noqa: E731
+    step_()
+    seen = []
+
+    def run() -> None:
+        step_()
+        seen.append("done")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == ["done"]
+
+
 def test_forms_are_few(device, rng, monkeypatch):
     device.computes = False
     monkeypatch.setattr(repeat, "MOST", 5)

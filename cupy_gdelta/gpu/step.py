@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from cupy.cuda import driver
+from cupy.cuda import driver, runtime
 
 from .. import arrays
 from ..arrays import View
@@ -21,6 +21,7 @@ from .step_tile import StepTile, best_tile, most_shared
 POINTERS = struct.Struct("=9Q")
 SIZES = struct.Struct("=4q 4q 4q 3q 3q 4q 4q 5q q 5q d 4i")
 BYTES = POINTERS.size + SIZES.size
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _launch = driver.launchKernel  # takes 3 us less than a call of a function of CuPy's
 MAX_HIGH = 65535  # of a grid's second axis
 
@@ -44,7 +45,13 @@ class Launch:
             parameters = np.array([np.frombuffer(raw, np.uint8).ctypes.data], np.uintp)
             spare = raw, parameters, parameters.ctypes.data
         POINTERS.pack_into(spare[0], 0, *pointers)
-        _launch(*self._how, stream, spare[2], 0)
+        try:
+            _launch(*self._how, stream, spare[2], 0)
+        except driver.CUDADriverError as error:
+            if error.status != _NO_CONTEXT:
+                raise
+            runtime.memGetInfo()  # gives a thread that has not used the device its context
+            _launch(*self._how, stream, spare[2], 0)
         self._spare.append(spare)
 
 
