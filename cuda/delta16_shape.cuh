@@ -28,7 +28,7 @@ struct Shape {
 
   static_assert(K <= 64 && V <= 64, "a state's warp for each 16 columns");
   static_assert(kTeams >= 2, "the first two warps that prepare come before those that feed");
-  static_assert(kStages % 2 == 0, "decays are made for two chunks at a time");
+  static_assert(kStages % 2 == 0 && kStages >= 4, "decays are made for two chunks at a time");
   static_assert(kTeams <= kSlots && kSlots <= kStages && 2 * kDecayWarps <= kStages,
                 "a warp that has turns never is a whole phase late");
 };

@@ -84,10 +84,10 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
   int turn = 0;
 #pragma unroll 1
   for (int c = 0; c < chunks; c++, stage.next()) {
-    shared.free[stage.slot].wait(stage.parity ^ 1);  // of all chunks, to keep step with phases
     const bool mine = turn == warp;
     if (++turn == S::kDecayWarps) turn = 0;
     if (!mine) continue;
+    shared.free[stage.slot].wait(stage.parity ^ 1);
     cp_async_wait<kAhead - 1>();
     const bool real = left + kAhead * kStep > 0;
     const double g = real ? gates.value(numbers(), kAhead) : 1;

@@ -77,7 +77,8 @@ struct Shape {
   static_assert(kStateColParts * kStateCols <= kBoxCols<In> * kValueBoxes,
                 "values are zeros so far");
   static_assert(kStateRowParts * kStateRows <= (K + 31) / 32 * 32, "keys are zeros so far");
-  static_assert(kTurns <= kSlots && kTurns <= kStages, "a warp has turns in the order of phases");
+  static_assert(kTurns <= kSlots && kTurns <= kStages && kDecayWarps <= kStages,
+                "a warp has turns in the order of phases");
 };
 
 // What a block works on.
