@@ -33,6 +33,7 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
     float b = 0;
     if (t < tokens) {
       g = gate.template value<double>(a.gate_kind);
+      g += g - g;  // NaN where infinite: decays are kept from overflow
       b = beta.template value<float>(a.beta_kind);
     }
     fetch(t + kStep);
@@ -126,10 +127,15 @@ __device__ __forceinline__ void normalise_rows(float* rows, int lane) {
     sum[0] += x.x * x.x, sum[1] += x.y * x.y, sum[2] += x.z * x.z, sum[3] += x.w * x.w;
   }
   const float factor = 1.f / sqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
+  // padding stays 0 where a row is not a number, as no copy writes there
+  const auto scaled = [&](float x, int col) {
+    return S::K % 8 == 0 || col < S::K ? x * factor : 0.f;
+  };
 #pragma unroll(4)
   for (int i = 0; i < 2 * S::kKeyTiles; i++) {
     const float4 x = row[i];
-    row[i] = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+    row[i] = {scaled(x.x, 4 * i), scaled(x.y, 4 * i + 1), scaled(x.z, 4 * i + 2),
+              scaled(x.w, 4 * i + 3)};
   }
 }
 

@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_rows(float* to, const typename S::In* from,
 }
 
 // Rows of a chunk to unit length, a lane each.
-template <int kRow>
+template <int K, int kRow>
 __device__ __forceinline__ void normalise_rows(float* rows, int lane) {
   float4* const row = reinterpret_cast<float4*>(rows + lane * kRow);
   float sum[4] = {};
@@ -95,10 +95,13 @@ __device__ __forceinline__ void normalise_rows(float* rows, int lane) {
     sum[0] += x.x * x.x, sum[1] += x.y * x.y, sum[2] += x.z * x.z, sum[3] += x.w * x.w;
   }
   const float factor = 1.f / sqrtf((sum[0] + sum[1]) + (sum[2] + sum[3]) + 1e-6f);
+  // padding stays 0 where a row is not a number, as no copy writes there
+  const auto scaled = [&](float x, int col) { return col < K ? x * factor : 0.f; };
 #pragma unroll 4
   for (int i = 0; i < kRow / 4; i++, at = at + 1 < kRow / 4 ? at + 1 : 0) {
     const float4 x = row[at];
-    row[at] = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+    const int col = 4 * at;
+    row[at] = {scaled(x.x, col), scaled(x.y, col + 1), scaled(x.z, col + 2), scaled(x.w, col + 3)};
   }
 }
 
@@ -142,9 +145,9 @@ __device__ __forceinline__ void copy(const CallArgs& a, Shared<S>& shared, int t
     cp_async_wait<1>();
     sync_threads<32 * S::kCopyWarps>(1 + S::kTeams);
     const int lane = thread % 32;
-    if (thread < 32) normalise_rows<S::kKeyRow>(shared.queries(landed.slot), lane);
+    if (thread < 32) normalise_rows<S::K, S::kKeyRow>(shared.queries(landed.slot), lane);
     if (thread / 32 == S::kCopyWarps - 1)
-      normalise_rows<S::kKeyRow>(shared.keys(landed.slot), lane);
+      normalise_rows<S::K, S::kKeyRow>(shared.keys(landed.slot), lane);
     shared.loaded[landed.slot].arrive();
     landed.skip(1);
   }

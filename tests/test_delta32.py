@@ -201,6 +201,29 @@ def assert_caught(name: str, text: str, options: dict, tmp_path, rng) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_gate_that_is_not_finite_shows(bad, rng):
+    case = Case(24, 24, T=200, H=1, Hq=1, gate="0.2")
+    x = case.inputs(rng, Family("numpy"))
+    x["gate"][0, 70] = bad
+    y, state = run_on_host(simt.Kernels(SOURCE, [case.expression]), case, x)
+    assert np.isfinite(y[0, :64]).all()
+    assert not np.isfinite(y[0, 70:]).any()
+    assert not np.isfinite(state).any()
+
+
+@needs_compiler
+def test_a_query_that_is_not_a_number_is_one_of_its_token(rng):
+    """What it makes of the padding of a row in shared memory must not stay there."""
+    case = Case(72, 96, T=500, H=1, Hq=1, options={"qk_l2norm": True})
+    x = case.inputs(rng, Family("numpy"))
+    x["q"][0, 5] = np.nan
+    y, state = run_on_host(simt.Kernels(SOURCE, [case.expression]), case, x)
+    assert np.flatnonzero(np.isnan(y).any((0, 2, 3))).tolist() == [5]
+    assert np.isfinite(state).all()
+
+
+@needs_compiler
 @pytest.mark.parametrize("case", [Case(24, 24, T=200, H=1, Hq=1)], ids=str)
 def test_every_lane_may_arrive(case, tmp_path, rng):
     source = where_every_lane_arrives(tmp_path) / SOURCE.name

@@ -355,6 +355,18 @@ WILD_CASE = Case(16, 16, T=100, H=1, Hq=1)
 
 
 @needs_compiler
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_gate_that_is_not_finite_shows(bad, rng):
+    case = Case(24, 24, T=200, H=1, Hq=1, gate="0.2")
+    x = case.inputs(rng, Family("numpy"))
+    x["gate"][0, 70] = bad
+    y, state = run_on_host(simt.Kernels(SOURCE, case.expressions), case, x)
+    assert np.isfinite(y[0, :64]).all()
+    assert not np.isfinite(y[0, 70:]).any()
+    assert not np.isfinite(state).any()
+
+
+@needs_compiler
 @pytest.mark.parametrize("case", [BOXES, VECTORS], ids=str)
 def test_every_lane_may_arrive(case, tmp_path, rng):
     source = where_every_lane_arrives(tmp_path) / SOURCE.name
