@@ -2,6 +2,8 @@
 
 import pytest
 
+from cupy_gdelta import arrays
+
 plan = pytest.importorskip("cupy_gdelta.gpu.plan", reason="CuPy cannot be imported")
 
 HEAD_DIMS = [1, 2, 3, 5, 8, 9, 17, 24, 31, 32, 33, 40, 63, 64, 65, 80, 96, 100, 127, 128, 129]
@@ -106,6 +108,26 @@ def test_alignment_is_that_of_every_row():
     assert plan.alignment(view(256, rows, (-360, -72, 24, 1))) == 16
     half = view(258, (1, 2, 1, 8), (16, 8, 8, 1), "float16")
     assert plan.alignment(view(256, rows, (360, 72, 24, 1)), half) == 2
+
+
+@pytest.mark.parametrize(
+    ("V", "strides", "first", "new"),
+    [
+        (16, (64 * 16, 2 * 16, 16, 1), 0, True),
+        (16, (64 * 64, 2 * 64, 64, 1), 0, True),
+        (16, (64 * 16, 2 * 16, 16, 1), 2, False),
+        (16, (64 * 20, 2 * 20, 20, 1), 0, False),
+        (16, (64 * 16, -2 * 16, 16, 1), 4096, False),
+        (16, (64 * 32, 2 * 32, 32, 2), 0, False),
+        (12, (64 * 12, 2 * 12, 12, 1), 0, True),
+        (12, (64 * 16, 2 * 16, 16, 1), 0, False),  # the copy engine could write it, a new one not
+        (3, (64 * 3, 2 * 3, 3, 1), 0, True),
+    ],
+)
+def test_an_output_that_is_like_a_new_one(V, strides, first, new):
+    like_new = pytest.importorskip("cupy_gdelta.gpu")._like_new
+    y = arrays.View(None, "cupy", 0, None, (2, 32, 2, V), strides, "bfloat16", 1 << 20 | first)
+    assert like_new(y) == new
 
 
 def test_alignment_changes_nothing_but_the_fetch():

@@ -69,7 +69,7 @@ def work(rule: str, shape: str) -> None:
     inputs = shapes.make(rule, shapes.parse(shape))
     cupy.cuda.Device().synchronize()
     begin = time.perf_counter()
-    FUNCTIONS[rule](*inputs.arrays)
+    FUNCTIONS[rule](*inputs.arrays, **inputs.options)
     cupy.cuda.Device().synchronize()
     print(time.perf_counter() - begin)
 

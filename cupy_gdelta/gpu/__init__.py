@@ -116,7 +116,7 @@ def _like_new(y: View) -> bool:
     return 0 in y.shape or (
         (y.strides[-1] == 1 or columns == 1)
         and plan.alignment(y) >= new
-        and (new < 16 or tensormap.fits(y))
+        and tensormap.fits(y) == (new >= 16)
     )
 
 
