@@ -171,6 +171,21 @@ def reflected_by_turns(x: dict) -> dict:
     return x | {"k": k, "beta": np.full_like(x["beta"], 2)}
 
 
+def orthonormal_by_turns(x: dict) -> dict:
+    """Up to twenty orthonormal keys by turns, which leave the rest of K alone, and betas of 1."""
+    k = x["k"].copy()
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((k.shape[-1],) * 2))[0][:20]
+    k[...] = basis[np.arange(k.shape[1]) % len(basis)][:, None]
+    return x | {"k": k, "beta": np.ones_like(x["beta"])}
+
+
+def slowly_growing(x: dict) -> dict:
+    """Gates a little above 1, and below -1."""
+    gate = np.full_like(x["gate"], 1.02)
+    gate[:, 200:] = -1.02
+    return x | {"gate": gate}
+
+
 def like_keys(x: dict) -> dict:
     """Keys that nearly repeat, gates near 1."""
     k = 0.3 * x["k"].astype(np.float32) + x["k"][:, :1].astype(np.float32)
@@ -241,6 +256,9 @@ CASES += [
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=few_keys, dtype="float32"),
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=reflected, dtype="float32"),
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=reflected_by_turns, dtype="float32"),
+    Case(16, 16, T=300, H=1, Hq=1, gate="0.9995", prepare=orthonormal_by_turns, dtype="float32"),
+    Case(64, 16, T=400, H=1, Hq=1, gate="one", prepare=orthonormal_by_turns, dtype="float32"),
+    Case(32, 32, T=400, H=1, Hq=1, prepare=slowly_growing, dtype="float32"),
     Case(64, 64, T=300, gate="0.9995", prepare=some_betas, dtype="float32"),
     Case(40, 17, T=200, wide=False, gate="one", prepare=some_betas, dtype="float32"),
 ]
@@ -312,6 +330,21 @@ def test_gradients_that_overflow_spoil_no_others(dtype, rng):
     assert_close(grads.pop("gate")[small], expected.gate[small], tolerance, "d gate")
     for name, got in grads.items():
         assert_close(got, getattr(expected, name), tolerance, f"d {name}")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_gate_that_is_not_finite_shows(bad, dtype, rng):
+    case = Case(32, 32, T=100, H=1, Hq=1, gate="0.9995", dtype=dtype)
+    x = case.inputs(rng)
+    x["gate"][:, 40] = bad
+    grads = run_on_host(build([case]), case, x)
+    with np.errstate(all="ignore"):
+        expected = REFERENCE_GRAD["delta"](**{n: a if a is None else host(a) for n, a in x.items()})
+    for name, got in grads.items():
+        wrong = ~np.isfinite(getattr(expected, name))
+        assert not np.isfinite(got.astype(np.float32)[wrong]).any(), name
 
 
 WAITS = re.compile(

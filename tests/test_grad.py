@@ -275,8 +275,9 @@ def test_broadcast_gradients(backend, rule, rng):
 @both_rules
 @pytest.mark.parametrize("name", ["q", "k", "v", "gate", "beta", "dy"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nan_stays_in_its_head(backend, rule, name, value, rng, small_segments):
-    x = problem(rng, B=3, T=7 * C + 3, H=4, K=8, V=8)
+@pytest.mark.parametrize("K", [8, 24])
+def test_nan_stays_in_its_head(backend, rule, name, value, K, rng, small_segments):
+    x = problem(rng, B=3, T=7 * C + 3, H=4, K=K, V=8)
     dy, dstate = outputs(rng, x, backend, "float32")
     arrays = backend.arrays(x, "float32") | {"dy": dy}
     plain = FUNCTION[rule](**arrays, dstate=dstate)
