@@ -100,7 +100,7 @@ __device__ __forceinline__ void normalise_rows(float* rows, int lane) {
 #pragma unroll 4
   for (int i = 0; i < kRow / 4; i++, at = at + 1 < kRow / 4 ? at + 1 : 0) {
     const float4 x = row[at];
-    const int col = 4 * at;
+    const int col = place<kRow>(lane, 4 * at) - lane * kRow;
     row[at] = {scaled(x.x, col), scaled(x.y, col + 1), scaled(x.z, col + 2), scaled(x.w, col + 3)};
   }
 }
