@@ -125,6 +125,23 @@ def device_offsets(p: problem.Problem) -> arrays.View | None:
     return arrays.take(Family("cupy").array(p.cu_seqlens))
 
 
+def assert_a_gate_shows(case: Any, x: dict, bad: float, run: Callable[[], tuple]) -> None:
+    """A gate that is not finite makes y so from its token on, and the state, but not before."""
+    x["gate"][0, 70] = bad
+    y, state = run()
+    assert np.isfinite(y[0, :64]).all(), case
+    assert not np.isfinite(y[0, 70:]).any(), case
+    assert not np.isfinite(state).any(), case
+
+
+def assert_a_query_stays(case: Any, x: dict, run: Callable[[], tuple]) -> None:
+    """A query that is not a number makes y so at its own token and no other."""
+    x["q"][0, 5] = np.nan
+    y, state = run()
+    assert np.flatnonzero(np.isnan(y).any((0, 2, 3))).tolist() == [5], case
+    assert np.isfinite(state).all(), case
+
+
 def where_every_lane_arrives(folder: Path) -> Path:
     """Sources of kernels as compute-sanitizer's racecheck wants them, copied into a folder."""
     for path in loader.folder().glob("*.cu*"):
