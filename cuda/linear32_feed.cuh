@@ -81,12 +81,9 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
 #pragma unroll 1
   for (int i = 0; i < kAhead; i++) fetch();
   Turn<S::kStages> stage;
-  int turn = 0;
+  stage.skip(warp);
 #pragma unroll 1
-  for (int c = 0; c < chunks; c++, stage.next()) {
-    const bool mine = turn == warp;
-    if (++turn == S::kDecayWarps) turn = 0;
-    if (!mine) continue;
+  for (int c = warp; c < chunks; c += S::kDecayWarps, stage.skip(S::kDecayWarps)) {
     shared.free[stage.slot].wait(stage.parity ^ 1);
     cp_async_wait<kAhead - 1>();
     const bool real = left + kAhead * kStep > 0;
