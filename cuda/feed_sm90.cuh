@@ -1,5 +1,6 @@
 // What the roles of linear_sm90.cu share, and the one that feeds: copies of q, k and v, and decays.
 #pragma once
+#include "arrive.cuh"
 #include "chunk.cuh"
 #include "warpgroups.cuh"
 
@@ -222,8 +223,7 @@ __device__ __forceinline__ int make_decays(Shared<S, kStages>& shared, const Wal
           reinterpret_cast<uint4*>(keys + i * kTile)[e] = {0, 0, 0, 0};
       fence_shared();
     }
-    __syncwarp();
-    if (lane == 0) shared.decays_made[table].arrive();
+    arrive(shared.decays_made[table], lane);
     const int later = c + 3 * kDecayWarps;
     fetch_gates(shared.gates, w, later, done + later, backwards, lane);
   }

@@ -51,19 +51,19 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       shared.loaded[i].init(1);
-      shared.free[i].init(S::kConsumers);
+      init_for_warps(shared.free[i], S::kConsumers);
     }
     for (int i = 0; i < S::kDecays; i++) {
-      shared.decays_made[i].init(1);
-      shared.decays_free[i].init(S::kConsumers);
+      init_for_warps(shared.decays_made[i], 1);
+      init_for_warps(shared.decays_free[i], S::kConsumers);
     }
     for (int i = 0; i < S::kStates; i++) {
-      shared.state_made[i].init(4 * S::kStateGroups);
-      shared.state_free[i].init(4);
+      init_for_warps(shared.state_made[i], 4 * S::kStateGroups);
+      init_for_warps(shared.state_free[i], 4);
     }
     for (int i = 0; i < kItems; i++) {
       shared.dealt[i].init(1);
-      shared.taken[i].init(S::kThreads / 32 - 1);
+      init_for_warps(shared.taken[i], S::kThreads / 32 - 1);
     }
     shared.counted.init(1);
     shared.judged.init(1);
@@ -240,11 +240,8 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
             weights.weigh(p, scores, decay, warp, lane);
           wgmma_wait<0>();
           settle(o);
-          __syncwarp();
-          if (lane == 0) {
-            shared.state_free[state.slot].arrive();
-            shared.decays_free[table.slot].arrive();
-          }
+          arrive(shared.state_free[state.slot], lane);
+          arrive_together(shared.decays_free[table.slot], lane);
 #pragma unroll
           for (int i = 0; i < V / 2; i++) o[i] *= i / 2 % 2 ? from1 : from0;
           settle(o);
@@ -257,8 +254,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
           sync_threads<kGroup>(1 + turn);  // the tile before has been stored
           wgmma_wait<0>();
           settle(o);
-          __syncwarp();
-          if (lane == 0) shared.free[stage.slot].arrive();
+          arrive(shared.free[stage.slot], lane);
           const unsigned none = after(o[0], pieces.zero);
           const int at = afresh(swizzled(warp * kBlock + lane % 16, lane / 16));
 #pragma unroll

@@ -109,8 +109,7 @@ __device__ __forceinline__ bool take(Shared<S, kStages>& shared, Walk& w, Turn<k
                                      int lane) {
   shared.dealt[from.slot].wait(from.parity);
   w.begin(shared.items[from.slot]);
-  __syncwarp();
-  if (lane == 0) shared.taken[from.slot].arrive();
+  arrive(shared.taken[from.slot], lane);
   from.next();
   return w.n >= 0;
 }

@@ -52,9 +52,8 @@ struct State {
       if (c + 1 < chunks) prepare<kBackwards>(next, all, whole, ahead);
       wgmma_wait<0>();
       settle(s);
-      __syncwarp();
-      if (lane == 0) shared.free[stage.slot].arrive();
-      if (kBackwards && twice && lane == 0) shared.free[stage.slot].arrive();
+      arrive(shared.free[stage.slot], lane);
+      if (kBackwards && twice) arrive_together(shared.free[stage.slot], lane);
       const unsigned none = after(s[0], zero);
 #pragma unroll
       for (int j = 0; j < kBlocks; j++)
@@ -97,9 +96,8 @@ struct State {
       weigh_keys<false, kBackwards>(kt, decay, whole, lane);
     all = decay.whole;
     if (kBackwards) whole = bounded(whole * all);
-    __syncwarp();
-    if (lane == 0) shared.decays_free[table.slot].arrive();
-    if (kBackwards && twice && lane == 0) shared.decays_free[table.slot].arrive();
+    arrive(shared.decays_free[table.slot], lane);
+    if (kBackwards && twice) arrive_together(shared.decays_free[table.slot], lane);
     table.next();
   }
 
@@ -115,8 +113,7 @@ struct State {
                   pack_bfloat16(s[8 * i + 4], s[8 * i + 5]),
                   pack_bfloat16(s[8 * i + 6], s[8 * i + 7]));
     fence_shared();
-    __syncwarp();
-    if (lane == 0) shared.state_made[state.slot].arrive();
+    arrive(shared.state_made[state.slot], lane);
     state.next();
 #pragma unroll
     for (int i = 0; i < V / 2; i++) s[i] *= all;

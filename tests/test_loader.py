@@ -137,4 +137,4 @@ def test_racecheck_is_compiled_for(compiler, monkeypatch):
     monkeypatch.setenv(loader.RACECHECK, "1")
     loader.run("step", launches("b"), device=0)
     plain, checked = map(set, compiler.options)
-    assert checked - plain == {"-DEVERY_LANE_ARRIVES"}
+    assert checked - plain == {"-DEVERY_LANE_ARRIVES", "-lineinfo"}

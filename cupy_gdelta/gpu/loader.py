@@ -125,7 +125,7 @@ def _compile(stem: str, expressions: Sequence[str], device: int, together: bool)
     hopper = cupy.cuda.Device().compute_capability == "90"
     options = OPTIONS + (SM90 if hopper else ())
     if os.environ.get(RACECHECK):
-        options += ("-DEVERY_LANE_ARRIVES",)
+        options += ("-DEVERY_LANE_ARRIVES", "-lineinfo")
 
     def build(expression: str) -> Any:
         with cupy.cuda.Device(device):  # each thread has a current device of its own
