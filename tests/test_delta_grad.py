@@ -175,7 +175,7 @@ def orthonormal_by_turns(x: dict) -> dict:
     """Up to twenty orthonormal keys by turns, which leave the rest of K alone, and betas of 1."""
     k = x["k"].copy()
     basis = np.linalg.qr(np.random.default_rng(0).standard_normal((k.shape[-1],) * 2))[0][:20]
-    k[...] = basis[np.arange(k.shape[1]) % len(basis)][:, None]
+    k[...] = module_of(x).asarray(basis[np.arange(k.shape[1]) % len(basis)][:, None])
     return x | {"k": k, "beta": np.ones_like(x["beta"])}
 
 

@@ -29,6 +29,7 @@ from posed import (
     random_inputs,
     verify,
     verify_in_every_order,
+    where_every_lane_arrives,
 )
 from wild import WILD, wild_inputs
 
@@ -142,6 +143,16 @@ def kernels() -> simt.Kernels:
 def test_on_the_cpu_in_every_order(case, kernels, rng):
     x = random_inputs(case, rng, Family("numpy"))
     verify_in_every_order(case, x, lambda order: on_this_cpu(kernels, case, x, grid=3, order=order))
+
+
+@needs_compiler
+def test_every_lane_may_arrive(tmp_path, rng):
+    source = where_every_lane_arrives(tmp_path) / "linear_sm90.cu"
+    case = WHOLE[0]
+    x = random_inputs(case, rng, Family("numpy"))
+    kernels = simt.Kernels(source, [linear_sm90.expression(case.tile)])
+    y, state = on_this_cpu(kernels, case, x, grid=3)
+    verify(case, x, y, state, "every lane")
 
 
 class Together:
