@@ -18,7 +18,7 @@ from cupy.cuda import runtime
 
 from ..arrays import View, is_contiguous
 from ..step_problem import StepProblem
-from .step import Launch
+from .step import RepeatedLaunch
 
 MOST = 1024  # forms that are kept
 _Y, _STATE, _STATES_OUT = 6, 7, 8  # in the order of StepArgs
@@ -35,7 +35,7 @@ Arrays = tuple[Any, ...]  # the caller's own, in the order of StepArgs
 class Form(NamedTuple):
     """What calls of one form share."""
 
-    launch: Launch
+    launch: RepeatedLaunch
     device: int
     y_shape: tuple[int, ...]
     dense: bool  # whether an array made like v is contiguous
@@ -79,7 +79,7 @@ def on_torch(rule: str, log_gate: bool, scale: Any, qk_l2norm: Any, arrays: Arra
     return y
 
 
-def remember(p: StepProblem, launch: Launch) -> Callable | None:
+def remember(p: StepProblem, launch: RepeatedLaunch) -> Callable | None:
     """Keep what a checked call has prepared; returns who answers the next one of its form."""
     indices = p.state_indices if isinstance(p.state_indices, View) else None
     views = (p.q, p.k, p.v, p.gate, p.beta, indices, p.out, p.state, p.states_out)

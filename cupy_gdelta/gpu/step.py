@@ -26,7 +26,7 @@ _launch = driver.launchKernel  # takes 3 us less than a call of a function of Cu
 MAX_HIGH = 65535  # of a grid's second axis
 
 
-class Launch:
+class RepeatedLaunch:
     """A launch for calls of one form, whose arrays lie elsewhere at every call."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Launch:
         self._spare.append(spare)
 
 
-def prepare(p: StepProblem, y: View, indices: View | None, multiprocessors: int) -> Launch:
+def prepare(p: StepProblem, y: View, indices: View | None, multiprocessors: int) -> RepeatedLaunch:
     """The launch for a checked step and others of its form, on the current device."""
     tile, sums = chosen(p, multiprocessors), arrays.state_dtype(p.dtype)
     name = expression(p.rule, p.dtype, p.state.dtype, p.T, p.qk_l2norm, p.K, p.V, tile)
@@ -63,7 +63,7 @@ def prepare(p: StepProblem, y: View, indices: View | None, multiprocessors: int)
     deep = -(-p.B // MAX_HIGH)
     grid = p.H * -(-p.V // tile.block_cols), -(-p.B // deep), deep
     shared = tile.shared_bytes(p.T, sums)
-    return Launch(kernel.kernel, grid, tile.threads, shared, sizes(p, y, indices))
+    return RepeatedLaunch(kernel.kernel, grid, tile.threads, shared, sizes(p, y, indices))
 
 
 def chosen(p: StepProblem, multiprocessors: int) -> StepTile:
