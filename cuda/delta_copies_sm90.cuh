@@ -3,16 +3,16 @@
 #pragma once
 #include "delta_prepare_sm90.cuh"
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::load(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::load(
     const Maps& maps) const {
   shared.free[stage()].wait(parity() ^ 1);
   if (r == 0 && lane == 0) load_keys(maps);
   if (threadIdx.x % kGroup == kValueThread) change_place(maps.y);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::load_keys(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::load_keys(
     const Maps& maps) const {
   const Cursor& at = cursor();
   Barrier& loaded = shared.loaded[stage()];
@@ -24,8 +24,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::load_
   }
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::change_place(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::change_place(
     const TensorMap& y_map) const {
   const Cursor& at = cursor();
   Place& place = shared.places[stage()];
@@ -35,8 +35,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::chang
   place.open = left() == kChunk && at.chunk >= warm();
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::load_values(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::load_values(
     const TensorMap& v_map) const {
   if (threadIdx.x % kGroup != kValueThread) return;
   const Place& from = shared.places[stage()];
@@ -49,8 +49,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::load_
               from.token, from.b, loaded);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::store(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::store(
     const TensorMap& y_map) const {
   const Place& to = shared.places[stage()];
   if (!to.open) return;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::store
   commit_stores();
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::store_last(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::store_last(
     const TensorMap& y_map) const {
   if (threadIdx.x % kGroup != kValueThread) return;
   Preparer turn = fresh();

@@ -3,6 +3,7 @@
 #include "arrive.cuh"
 #include "call.cuh"
 #include "inverse.cuh"
+#include "longest_first.cuh"
 #include "warpgroups.cuh"
 
 constexpr int kMostWarmUp = 32;                 // chunks before a piece that are looked at
@@ -10,11 +11,13 @@ constexpr float kForgotten = -24;               // as a logarithm to base 2
 constexpr float kNegligible = 1.f / (1 << 16);  // beside a state, for outputs of 8 bits
 constexpr float kAllForgotten = -1e4;           // of one chunk; sums of such are finite
 static_assert(kAsInputs == 1 && kLogOfInputs == 3, "odd kinds are stored as inputs are");
+constexpr int kDealt = 16;  // items of a queue that are remembered: more than roles are apart
 constexpr int kLevels = 6;  // runs of 1, 2, 4, 8, 16 and 32 tokens
 
 struct DeltaPieceArgs {
   float* states;         // (2, N * H, pieces, column blocks, keepers, K of the kernel * 64)
-  unsigned* arrivals;    // (N * H, pieces, column blocks, keepers), zeros: states that are there
+  unsigned* arrivals;    // (N * H, pieces, column blocks, keepers), zeros: states that are there;
+                         // or one, 0: of those who took from a queue
   long long piece_size;  // tokens, whole chunks
   int pieces, column_blocks;
   int K, V;       // as given; the kernel's own are rounded up to tiles
@@ -96,7 +99,8 @@ struct alignas(16) Cursor {
   int index;                 // of the item; -1 past the last one
   int chunk, chunks, start;  // the first token
   int stop, b, h, hq, column_block;
-  int padding[3];
+  int ordinal;  // of the block's items, where those come from a queue
+  int padding[2];
   long long gates, betas;  // addresses of the first ones of the batch entry and head
 
   __device__ __forceinline__ int token() const { return start + chunk * kChunk; }
@@ -138,6 +142,12 @@ struct Shared {
   int done;   // chunks before that
   // Of stages: q and k copied, v copied, prepared, outputs made.
   Barrier loaded[kStages], values[kStages], prepared[kStages], free[kStages];
+  // Of a queue: where it stands, the items that the block has taken from it, which ones, by turns,
+  // -1 behind the last, and when each is known.
+  QueueState queue;
+  int claimed, padding;
+  int items[kDealt];
+  Barrier dealt[kDealt];
 };
 
 // By all threads, at the end of a piece. Whether the roles go through it once more, which then
@@ -279,6 +289,49 @@ __device__ __forceinline__ void set_cursor(Cursor& at, const CallArgs& a, const 
     open(at, a, cut, warm);
     if (at.index < 0 || at.chunk < at.chunks) break;
   }
+}
+
+// By all threads, before the roles part.
+template <class S, int kStages>
+__device__ __forceinline__ void begin_queue(Shared<S, kStages>& shared, const CallArgs& a,
+                                            const DeltaPieceArgs& cut, int lane) {
+  if (threadIdx.x / 32 > 0) return;
+  Queue queue(a, static_cast<unsigned>(a.H) * cut.column_blocks, false, lane);
+  queue.begin();
+  queue.leave(shared.queue);
+  if (lane > 0) return;
+  shared.claimed = 0;
+  for (Barrier& dealt : shared.dealt) init_for_warps(dealt, 1);
+  for (int i = 0; i < S::kKeepers; i++) {  // as if they had done with one
+    Cursor& keeper = shared.cursors[4 * S::kPreparers + i];
+    keeper.ordinal = -1, keeper.chunks = 1;
+  }
+}
+// An item of those that a block takes from a queue, once it is known.
+template <class S, int kStages>
+__device__ __forceinline__ int item_from_queue(Shared<S, kStages>& shared, unsigned ordinal) {
+  shared.dealt[ordinal % kDealt].wait(ordinal / kDealt % 2);
+  return shared.items[ordinal % kDealt];
+}
+// Takes it, by a warp, unless another one does. All have tokens, so that roles are no more items
+// apart than there are chunks at hand.
+template <class S, int kStages>
+__device__ __forceinline__ void claim(Shared<S, kStages>& shared, const CallArgs& a,
+                                      const DeltaPieceArgs& cut, int ordinal, int lane) {
+  bool own = false;
+  if (lane == 0) own = atomicCAS(&shared.claimed, ordinal, ordinal + 1) == ordinal;
+  if (!__shfl_sync(0xffffffffu, own, 0)) return;
+  const unsigned parts = static_cast<unsigned>(a.H) * cut.column_blocks;
+  const unsigned all = static_cast<unsigned>(a.N) * parts;
+  unsigned ticket = ordinal == 0 ? block_index() : all;
+  if (lane == 0 && ordinal > 0 && gridDim.x < all) ticket = gridDim.x + atomicAdd(cut.arrivals, 1u);
+  Queue queue(a, parts, false, lane);
+  queue.resume(shared.queue);
+  const QueueItem item = queue.find(__shfl_sync(0xffffffffu, ticket, 0));
+  queue.leave(shared.queue);
+  if (lane == 0)
+    shared.items[ordinal % kDealt] = item.n < 0 ? -1 : item.n * static_cast<int>(parts) + item.part;
+  arrive(shared.dealt[ordinal % kDealt], lane);
 }
 
 // A gate or, in the second half of a warp, a beta of one of 16 tokens, as it is stored, on its way.

@@ -3,8 +3,9 @@
 #pragma once
 #include "delta_prepare_sm90.cuh"
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::invert_diagonal() const {
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::invert_diagonal()
+    const {
   float x[kBlock];
   __syncwarp();
   substitute(x, reinterpret_cast<const float*>(scratch(r)));
@@ -12,8 +13,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::inver
   put_inverse(x);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::put_inverse(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::put_inverse(
     const float (&x)[kBlock]) const {
   const bool lower = lane / 16;  // half of a column
   unsigned two[4];
@@ -27,8 +28,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::put_i
   *reinterpret_cast<uint4*>(scratch(r) + 8 * place) = {two[0], two[1], two[2], two[3]};
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::invert_carefully(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::invert_carefully(
     bool wild) const {
   float inverse[2][4];
   Split both;
@@ -41,8 +42,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::inver
   put_low(r, both.low);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::get_inverse(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::get_inverse(
     float (&inverse)[2][4]) const {
   const float* const own =
       reinterpret_cast<const float*>(scratch(r)) + lane / 4 * kDiagonalRow + lane % 4 * 2;
@@ -56,8 +57,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::get_i
   __syncwarp();
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::substitute(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::substitute(
     float (&x)[kBlock], const float* block) const {
 #pragma unroll
   for (int i = 0; i < kBlock; i++) x[i] = lane % 16 == i ? 1.f : 0.f;
@@ -73,8 +74,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::subst
     }
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::substitute_carefully(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::substitute_carefully(
     float* block, bool wild) const {
   float x[kBlock];
 #pragma unroll
@@ -92,8 +93,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::subst
   }
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::complete() const {
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::complete() const {
   unsigned t0[4], t1[4] = {}, t2[4] = {}, t3[4] = {};
   ldmatrix_x4<true>(t0, scratch(r) + 8 * lane);
   if (r >= 1) {
@@ -118,8 +119,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::compl
   put_inverse(t0, t1, t2, t3);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::put_inverse(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::put_inverse(
     const unsigned (&t0)[4], const unsigned (&t1)[4], const unsigned (&t2)[4],
     const unsigned (&t3)[4]) const {
   const unsigned zeros[4] = {};
@@ -132,16 +133,16 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::put_i
   if (r >= 3) put_block(to().inverse, r, r - 3, t3);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::add(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::add(
     float (&sum)[2][4], const unsigned (&x)[4], unsigned e, unsigned c) const {
   unsigned right[4];
   get(right, r - e, c);
   multiply(sum, x, right);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::finish(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::finish(
     unsigned (&t)[4], const float (&sum)[2][4], int d) const {
   unsigned left[4], right[4];
   float product[2][4] = {};
@@ -152,8 +153,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::finis
   t[0] ^= 0x80008000u, t[1] ^= 0x80008000u, t[2] ^= 0x80008000u, t[3] ^= 0x80008000u;
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::complete_carefully(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::complete_carefully(
     bool wild) const {
   Split t[kBlocks] = {};  // from the diagonal to the left
   get_compact(t[0].high, scratch(r));
@@ -177,8 +178,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::compl
   put_inverse(t[0].high, t[1].high, t[2].high, t[3].high);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::add(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::add(
     float (&sum)[2][4], const Split& x, unsigned e, unsigned c, bool wild) const {
   unsigned right[4];
   const uint4 low = rests().inverse[lower(r - e, c)][lane];

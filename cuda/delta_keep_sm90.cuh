@@ -12,9 +12,10 @@ __device__ __forceinline__ bool wait_for(const unsigned* count, unsigned times) 
 }
 
 // A warpgroup that keeps 64 columns of the state.
-template <class S, int kStages, bool kPieces>
+template <class S, int kStages, Dealing kDealing>
 struct Keeper {
   static constexpr int K = S::kDim;
+  static constexpr bool kPieces = kDealing == kInPieces;
   Shared<S, kStages>& shared;
   const CallArgs& a;
   const DeltaPieceArgs& cut;
@@ -29,7 +30,7 @@ struct Keeper {
   // All chunks of all items of the block.
   __device__ __forceinline__ void walk() {
 #pragma unroll 1
-    for (int next = block_index();; next = now().index + (kPieces ? 0 : gridDim.x)) {
+    for (int next = kDealing == kByQueue ? following() : block_index();; next = following()) {
       begin(next);
       if (now().index < 0) break;
 #pragma unroll 1
@@ -44,6 +45,28 @@ struct Keeper {
   }
 
  private:
+  __device__ __forceinline__ int following() const {
+    if constexpr (kDealing != kByQueue) return now().index + (kPieces ? 0 : gridDim.x);
+    unsigned index = block_index();
+    if (now().chunks > 0) {
+      const int item = item_from_queue(shared, now().ordinal + 1);
+      if (item >= 0) return item;
+    } else {
+      index = now().index + gridDim.x;
+    }
+    return without_tokens(index);
+  }
+  // The next item without tokens, from one of the block's on: a queue has none of them.
+  __device__ __forceinline__ int without_tokens(unsigned index) const {
+    const unsigned count = Item::count(a, cut);
+#pragma unroll 1
+    for (;; index += 32 * gridDim.x) {
+      const unsigned own = index + thread() % 32 * gridDim.x;
+      const bool here = own >= count || Item(a, cut, static_cast<int>(own)).chunks == 0;
+      const unsigned found = __ballot_sync(0xffffffffu, here);
+      if (found) return static_cast<int>(min(index + (__ffs(found) - 1) * gridDim.x, count));
+    }
+  }
   __device__ __forceinline__ int warm() const { return kPieces ? shared.warm_chunks : 0; }
 
   __device__ __forceinline__ int barrier() const { return S::kPreparers + 1 + which; }
@@ -243,6 +266,7 @@ struct Keeper {
     if (thread() == 0) {
       volatile Cursor& at = now();
       at.index = past ? -1 : index;
+      if (kDealing == kByQueue) at.ordinal++;
       at.chunks = w.chunks, at.start = w.start, at.stop = w.stop, at.b = w.b, at.h = w.h;
       at.column_block = w.column_block;
       at.chunk = w.stop < a.T && (w.stop - w.start) % kChunk ? w.chunks - 1 : w.chunks;

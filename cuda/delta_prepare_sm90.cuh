@@ -19,8 +19,9 @@ constexpr float kGrowing = 1.0005f;      // that a state may grow by in a token,
 constexpr float kStrainSteps = 1 << 10;  // of which sums of squares are counted
 
 // Addresses are found anew wherever they are needed: they would take registers meanwhile.
-template <class S, int kStages, bool kNormalise, bool kPieces>
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
 struct Preparer {
+  static constexpr bool kPieces = kDealing == kInPieces;
   Shared<S, kStages>& shared;
   const CallArgs& a;
   const DeltaPieceArgs& cut;
@@ -55,7 +56,10 @@ struct Preparer {
   __device__ __forceinline__ void begin() const {
     const unsigned done = kPieces ? shared.done : 0;
     __syncwarp();
-    if (lane == 0) set_cursor(cursor(), a, cut, warm(), at - done);
+    if constexpr (kDealing == kByQueue)
+      begin_queue();
+    else if (lane == 0)
+      set_cursor(cursor(), a, cut, warm(), at - done);
     __syncwarp();
     fresh().put_gate(fresh().fetch());
     meet();
@@ -68,8 +72,34 @@ struct Preparer {
   __device__ __forceinline__ Cursor& cursor() const { return shared.cursors[4 * group + r]; }
   __device__ __forceinline__ void move() const {
     __syncwarp();
-    if (lane == 0) advance(cursor(), a, cut, warm(), S::kPreparers);
+    if constexpr (kDealing == kByQueue)
+      move_in_queue(S::kPreparers);
+    else if (lane == 0)
+      advance(cursor(), a, cut, warm(), S::kPreparers);
     __syncwarp();
+  }
+  __device__ __forceinline__ void begin_queue() const {
+    Cursor& to = cursor();
+    if (lane == 0) to.ordinal = -1, to.index = 0, to.chunk = 0, to.chunks = 0;
+    __syncwarp();
+    move_in_queue(at);
+  }
+  __device__ __forceinline__ void move_in_queue(int chunks) const {
+    Cursor& to = cursor();
+    if (lane == 0) to.chunk += chunks;
+    __syncwarp();
+#pragma unroll 1
+    while (to.index >= 0 && to.chunk >= to.chunks) {
+      const int ordinal = to.ordinal + 1;
+      if (r == 0) claim(shared, a, cut, ordinal, lane);
+      const int index = item_from_queue(shared, ordinal);
+      __syncwarp();
+      if (lane == 0) {
+        to.chunk -= to.chunks, to.ordinal = ordinal, to.index = index;
+        if (index >= 0) open(to, a, cut, 0);
+      }
+      __syncwarp();
+    }
   }
   // The same, of which the compiler does not know that: addresses are worked out anew, where they
   // would take registers meanwhile.
@@ -193,6 +223,8 @@ struct Preparer {
       anew().complete();
     else if (!(careful & kNearlySame))
       fresh().complete_carefully(fresh().weights(at).wild);
+    else if (kArriving > 1)  // warp 0 has keys copied after it has weighed; racecheck does not see
+      meet();
     fence_shared();
   }
 

@@ -8,13 +8,14 @@
 //   registers, and make outputs.
 // Stages of shared memory go from hand to hand through barriers.
 //
-// Where heads are too few to fill the chip, a block has a piece of a sequence. It begins with no
-// state, so many tokens before its piece that gates have mostly forgotten all earlier ones: their
-// decay is less than kForgotten. Where gates are too large for that, or keys so long that a state
-// may grow between them, it waits for the state that the piece before has left.
-// The block of the piece before comes by the state there and checks that what is left of it is
-// kNegligible. Where it is not, all later pieces are gone through once more, one after the other.
-// Blocks of earlier pieces must be started first.
+// Packed sequences are taken from a queue, the longest first, by whichever block has done with
+// others. Where heads are too few to fill the chip, a block has a piece of a sequence. It begins
+// with no state, so many tokens before its piece that gates have mostly forgotten all earlier ones:
+// their decay is less than kForgotten. Where gates are too large for that, or keys so long that a
+// state may grow between them, it waits for the state that the piece before has left. The block of
+// the piece before comes by the state there and checks that what is left of it is kNegligible.
+// Where it is not, all later pieces are gone through once more, one after the other. Blocks of
+// earlier pieces must be started first.
 #include "delta_copies_sm90.cuh"
 #include "delta_keep_sm90.cuh"
 #include "delta_invert_sm90.cuh"
@@ -22,7 +23,7 @@
 
 // grid: any number of blocks, or as many as there are items where sequences are cut. block:
 // Shape<K>::kThreads.
-template <int K, int kStages, bool kPieces, bool kNormalise>
+template <int K, int kStages, Dealing kDealing, bool kNormalise>
 __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
     delta(const CallArgs a, const DeltaPieceArgs cut, const __grid_constant__ TensorMap q_map,
           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
   const unsigned lane = __shfl_sync(0xffffffffu, threadIdx.x % 32, threadIdx.x % 32);
   const unsigned group = __shfl_sync(0xffffffffu, threadIdx.x / kGroup, 0);
   const unsigned warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
-  if (kPieces) {
+  if (kDealing == kByQueue) begin_queue(shared, a, cut, lane);
+  if (kDealing == kInPieces) {
     Beginning found[2];
     find_beginnings(found, a, cut, blockIdx.x, shared.forgotten);
     if (threadIdx.x == 0) {
@@ -66,11 +68,11 @@ __global__ void __launch_bounds__(Shape<K>::kThreads, 1)
 
   if (group < S::kPreparers) {
     set_registers<S::kRegisters, S::kPrepareRegisters>();
-    Preparer<S, kStages, kNormalise, kPieces> preparer{shared, a, cut, group, warp, lane, group};
+    Preparer<S, kStages, kNormalise, kDealing> preparer{shared, a, cut, group, warp, lane, group};
     preparer.walk({q_map, k_map, v_map, y_map});
   } else {
     set_registers<S::kRegisters, S::kStateRegisters>();
-    Keeper<S, kStages, kPieces> keeper(shared, a, cut, group - S::kPreparers);
+    Keeper<S, kStages, kDealing> keeper(shared, a, cut, group - S::kPreparers);
     keeper.walk();
   }
 }

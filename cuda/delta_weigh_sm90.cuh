@@ -2,16 +2,16 @@
 #pragma once
 #include "delta_prepare_sm90.cuh"
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::find_units() const {
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::find_units() const {
   const unsigned row = r * kBlock + lane / 2;
   const float q = unit_factor(queries(), row, lane % 2), k = unit_factor(keys(), row, lane % 2);
   if (lane % 2 == 0) decays().query[row] = q, decays().row[row] = k;
   meet();
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ float Preparer<S, kStages, kNormalise, kPieces>::unit_factor(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ float Preparer<S, kStages, kNormalise, kDealing>::unit_factor(
     const unsigned short* tiles, unsigned row, unsigned odd) {
   float sum = 0;
 #pragma unroll 1
@@ -31,8 +31,8 @@ __device__ __forceinline__ float Preparer<S, kStages, kNormalise, kPieces>::unit
   return rsqrtf(sum + __shfl_xor_sync(0xffffffffu, sum, 1) + 1e-6f);
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::weigh_tokens(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::weigh_tokens(
     unsigned chunk) const {
   TokenDecays& d = decays();
   const auto get = [&](const float* from) {
@@ -82,9 +82,9 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::weigh
   if (lane == 0) w.whole = all, w.wild = wild;
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
 template <bool kErrors>
-__device__ __forceinline__ float Preparer<S, kStages, kNormalise, kPieces>::weigh_row(
+__device__ __forceinline__ float Preparer<S, kStages, kNormalise, kDealing>::weigh_row(
     const float (&all)[32]) const {
   const TokenDecays& d = decays();
   float near[2], far[2], x[2][4], squares = 0;
@@ -125,9 +125,9 @@ __device__ __forceinline__ float Preparer<S, kStages, kNormalise, kPieces>::weig
   return 0;
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
 template <bool kErrors>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::make_row(
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::make_row(
     unsigned row, bool wild, bool exact) const {
   const TokenDecays& d = decays();
   float near[2], far[2];
@@ -178,8 +178,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::make_
   }
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::multiply_block(
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::multiply_block(
     float (&x)[2][4], const unsigned short* rows, unsigned c) const {
   const unsigned short* columns = keys() + c * (kBlock * 64);
   const unsigned left = swizzled(lane % 16, lane / 16);
@@ -201,9 +201,9 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::multi
   for (int i = 0; i < 8; i++) x[i / 4][i % 4] += odd[i / 4][i % 4];
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
 template <bool kWild>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::weigh(
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::weigh(
     float (&x)[2][4], const float (&by)[2], const float* col) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -217,9 +217,9 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::weigh
   }
 }
 
-template <class S, int kStages, bool kNormalise, bool kPieces>
+template <class S, int kStages, bool kNormalise, Dealing kDealing>
 template <bool kWild, bool kErrors>
-__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kPieces>::weigh_diagonal(
+__device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::weigh_diagonal(
     float (&x)[2][4], unsigned row) const {
   const TokenDecays& d = decays();
   const unsigned i = lane / 4, t = row * kBlock;

@@ -2,15 +2,12 @@
 #pragma once
 #include "arrive.cuh"
 #include "chunk.cuh"
+#include "longest_first.cuh"
 #include "warpgroups.cuh"
 
 constexpr int kDecayWarps = 3;
 constexpr int kSure = kDecayWarps;  // chunks that a first pass takes in, if there are so many
 constexpr int kItems = 4;           // of a queue, that a block's feeder may be ahead
-
-// How blocks come by what they work on: every block has the same number of sequences of heads, or
-// one piece of one, or takes a packed one from a queue whenever it has done with another.
-enum Dealing { kInSteps, kInPieces, kByQueue };
 
 // States of pieces lie as the warpgroups hold them: see Places.
 struct PieceArgs {
@@ -43,11 +40,6 @@ struct Shape {
   static constexpr int kConsumers = 4 * (kStateGroups + 1);  // warps, of one chunk
 };
 
-// A sequence of a head, from a queue; n is -1 behind the last one.
-struct Item {
-  int n, h, start, stop;
-};
-
 // Everything in shared memory, from a multiple of 1024 bytes on. Sizes are in 16-bit numbers.
 template <class S, int kStages>
 struct Shared {
@@ -65,7 +57,7 @@ struct Shared {
   int needed, again;
   unsigned marks, padding;
   Barrier dealt[kItems], taken[kItems];
-  Item items[kItems];
+  QueueItem items[kItems];
 };
 
 // The first of two turns that began together, by the second where they are the same.
@@ -100,9 +92,9 @@ struct Walk {
     item += gridDim.x;
     return true;
   }
-  __device__ __forceinline__ void begin(const Item& item) {
+  __device__ __forceinline__ void begin(const QueueItem& item) {
     n = item.n;
-    h = item.h;
+    h = item.part;
     start = item.start;
     stop = end = item.stop;
     chunks = (stop - start + kChunk - 1) / kChunk;

@@ -111,6 +111,7 @@ def instantiations(
             expressions = [delta.expression(K, V, chosen.tile, unit) for unit in normalise]
         elif chosen.kernel == "delta_sm90":
             tiles = [replace(chosen.tile, pieces=pieces) for pieces in (1, 2)]
+            tiles.append(replace(chosen.tile, pieces=1, queued=True))
             expressions = [
                 delta_sm90.expression(tile, unit) for tile in tiles for unit in normalise
             ]

@@ -65,7 +65,8 @@ class Case:
         assert tile is not None
         chunks = -(-self.T // 64)
         size = -(-chunks // self.pieces)
-        return replace(tile, pieces=-(-chunks // size), piece_size=size * 64)
+        queued = self.pieces == 1 and "cu_seqlens" in self.options
+        return replace(tile, pieces=-(-chunks // size), piece_size=size * 64, queued=queued)
 
     @property
     def expression(self) -> str:
@@ -249,7 +250,7 @@ def test_products_of_gates_that_overflow(name, kernels):
 
 # Waits of one block. Left out: those of stores, which come at once here, and for other blocks.
 WAIT = re.compile(r"shared\.\w+\[[^;]*\]\.wait\([^;]*;|wgmma_wait<[^;]*;|\bwait_for_rests\(\);")
-ROLES = ("copies", "prepare", "columns", "keep")
+ROLES = ("feed", "copies", "prepare", "columns", "keep")
 FILES = [f"delta_{role}_sm90.cuh" for role in ROLES]
 
 
@@ -325,14 +326,14 @@ def test_what_planted_faults_are_looked_for_in_is_right(right_bits):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_products_run_side_by_side_and_keep_their_factors(dim, pieces):
+@pytest.mark.parametrize("dealt", [{}, {"pieces": 2}, {"queued": True}], ids=str)
+def test_products_run_side_by_side_and_keep_their_factors(dim, dealt):
     """wgmma reads registers late: what is written into them too early shows in the result."""
     nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type=ImportError)
     if sass.disassembler() is None:
         pytest.skip("nvdisasm is missing")
     tile = keepers.best_tile(1000, 1000, dim, dim, 132, False, plan.SHARED_LIMIT)
-    expression = delta_sm90.expression(replace(tile, pieces=pieces), False)
+    expression = delta_sm90.expression(replace(tile, **dealt), False)
     source = loader.source("delta_sm90")
     cubin, log = nvrtc.machine_code(source, [expression], "sm_90a", loader.OPTIONS)
     assert "C75" not in log, "the compiler makes products wait for each other"

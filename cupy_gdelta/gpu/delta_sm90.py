@@ -22,8 +22,7 @@ PIECES = struct.Struct("=2Q q 6i")  # DeltaPieceArgs of cuda/delta_feed_sm90.cuh
 @functools.lru_cache(maxsize=4096)
 def expression(tile: KeeperTile, normalise: bool) -> str:
     """The template instantiation for a tile, as NVRTC is asked for it."""
-    flags = f"{str(tile.pieces > 1).lower()}, {str(normalise).lower()}"
-    return f"delta<{tile.K}, {tile.stages}, {flags}>"
+    return f"delta<{tile.K}, {tile.stages}, {tile.dealing}, {str(normalise).lower()}>"
 
 
 def pieces(p: Problem, tile: KeeperTile, states: int, arrivals: int) -> np.ndarray:
@@ -38,15 +37,22 @@ def launch(
 ) -> View | None:
     """Run on the current stream of the current device, which must be the arrays' own.
 
-    Returns the workspace, where sequences are cut into pieces: their states and arrivals.
+    Returns the workspace, if there is one: states and arrivals of pieces, or what tells how many
+    sequences were taken from a queue.
     """
     tile, space = plan.tile, None
     assert isinstance(tile, KeeperTile)
     items = p.N * p.H * tile.pieces * tile.column_blocks
-    cut = pieces(p, tile, 0, 0)
+    multiprocessors = cupy.cuda.Device(p.v.device).attributes["MultiProcessorCount"]
+    blocks = items if tile.pieces > 1 else min(items, multiprocessors)
+    states = counts = 0
     if tile.pieces > 1:
         states = p.N * p.H * tile.pieces * tile.states
         counts = items * tile.keepers
+    elif tile.queued and blocks < items:
+        counts = 1
+    cut = pieces(p, tile, 0, 0)
+    if counts > 0:
         space = arrays.empty(p.v, (states + counts,), "float32")
         arrivals = space.ptr + 4 * states
         cut = pieces(p, tile, space.ptr, arrivals)
@@ -57,8 +63,6 @@ def launch(
     kernel: Any = loader.kernel(
         "delta_sm90", name, p.v.device, tile.shared_bytes, together=tile.pieces > 1
     )
-    multiprocessors = cupy.cuda.Device(p.v.device).attributes["MultiProcessorCount"]
-    blocks = items if tile.pieces > 1 else min(items, multiprocessors)
     args = (call.arguments(p, y, state, offsets), cut, *maps)
     kernel((blocks,), (tile.threads,), args, shared_mem=tile.shared_bytes)
     return space

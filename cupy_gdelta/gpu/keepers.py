@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .chunks import CHUNK, PIECE_CHUNKS, SHORTEST, in_pieces
-from .warpgroups import MAX_ITEMS, TILE_BYTES
+from .chunks import CHUNK, PIECE_CHUNKS, SHORTEST
+from .warpgroups import MAX_ITEMS, TILE_BYTES, dealing, how
 
 MIN_K, MAX_K = 33, 128  # in fewer dimensions keys are so much alike that tiles would be half empty
 COLUMNS = 64  # of V, of a keeper
@@ -14,6 +14,8 @@ REST_BYTES = 2 * 10 * 512  # sizeof(Rests)
 STRAIN_BYTES, PLACE_BYTES, CURSOR_BYTES = 16, 32, 64
 TOKEN_BYTES = 4 * (2 * 6 + 4) * CHUNK  # sizeof(TokenDecays)
 WEIGHT_BYTES = 4 * (4 * CHUNK + 4)  # sizeof(TokenWeights)
+QUEUE_BYTES = 16 + 32 * 12 + 2 * 4  # sizeof(QueueState), and who claims
+DEALT = 16  # items of a queue that are remembered
 WARM_UP = 5  # chunks that a piece begins early, with gates near 0.95; fewer where they are smaller
 
 
@@ -26,10 +28,15 @@ class KeeperTile:
     stages: int
     pieces: int
     piece_size: int
+    queued: bool = False  # sequences are dealt out longest first
+
+    @property
+    def dealing(self) -> str:
+        return dealing(self.pieces, self.queued)
 
     @property
     def reason(self) -> str:
-        return in_pieces(self.pieces)
+        return how(self.pieces, self.queued)
 
     @property
     def keepers(self) -> int:
@@ -68,6 +75,7 @@ class KeeperTile:
         size += self.weights * WEIGHT_BYTES + self.stages * (STRAIN_BYTES + PLACE_BYTES)
         size += (4 * self.preparers + self.keepers) * CURSOR_BYTES + 4 * (2 * 32 + 8)
         size += self.keepers * (4 * 2 * 128 + 4)
+        size += QUEUE_BYTES + DEALT * (4 + 8)
         size = -(-size // 8) * 8 + 8 * self.stages * 4
         return 1024 + -(-size // 1024) * 1024
 
@@ -96,5 +104,6 @@ def best_tile(
         4 if K <= 64 else 3,
         -(-chunks // size),
         size * CHUNK,
+        packed,
     )
     return tile if tile.shared_bytes <= shared_limit else None

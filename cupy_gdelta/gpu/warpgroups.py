@@ -15,6 +15,16 @@ ITEMS, ITEM_BYTES = 4, 16  # of the queue
 TILE_BYTES = 2 * CHUNK * 64
 
 
+def dealing(pieces: int, queued: bool) -> str:
+    """How blocks come by what they work on: Dealing of cuda/warpgroups.cuh."""
+    return "kByQueue" if queued else "kInPieces" if pieces > 1 else "kInSteps"
+
+
+def how(pieces: int, queued: bool) -> str:
+    """The same for a reader of a plan."""
+    return in_pieces(pieces) + (", longest first" if queued else "")
+
+
 @dataclass(frozen=True)
 class WarpgroupTile:
     """How ``linear`` of linear_sm90.cu splits one head: see there for the names."""
@@ -27,11 +37,11 @@ class WarpgroupTile:
 
     @property
     def dealing(self) -> str:
-        return "kByQueue" if self.queued else "kInPieces" if self.pieces > 1 else "kInSteps"
+        return dealing(self.pieces, self.queued)
 
     @property
     def reason(self) -> str:
-        return in_pieces(self.pieces) + (", longest first" if self.queued else "")
+        return how(self.pieces, self.queued)
 
     @property
     def shared_bytes(self) -> int:
