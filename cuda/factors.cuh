@@ -1,6 +1,11 @@
 // Factors of products on tensor cores as one warp reads them from shared memory. Numbers lie there
-// as bfloat16 ones, in kPlanes planes: x = first + second, each what is left, rounded. Products of
-// two planes are three, with errors of 2^-16 at most, of either sign, a tenth of that as a rule.
+// as bfloat16 ones, of 8 bits, in kPlanes planes: x = first + second, each what is left, rounded.
+// The second is 2^-8 of x at most, and what two planes leave 2^-17. Products of second planes,
+// 2^-16 at most, are left out unless kExact.
+//
+// Equal numbers have equal errors, which add up along sums. With kExact second planes are rounded
+// up in some places of a matrix and down in others, as often as makes equal numbers right on
+// average.
 //
 // A left factor is 16 rows by 16 of the sum, a right one 16 of the sum by 8 columns. Of a matrix m
 // in shared memory, rows() takes a factor whose sum runs along the rows of m, columns() one whose
@@ -10,7 +15,16 @@
 #include "bounded.cuh"
 #include "types.cuh"
 
-template <int kPlanes>
+// What is added to a number in place row ^ column of a matrix before its lower 16 bits are cut off:
+// dither(place) + kHalfStep, from 0.5 to 15.5 sixteenths of what is kept, each once in 16
+// neighbours of a row or of a column, in an order that spreads them evenly in parts of those too.
+// dither(a ^ b) = dither(a) ^ dither(b).
+__device__ __forceinline__ constexpr unsigned dither(unsigned place) {
+  return (place & 1) << 15 | (place & 2) << 13 | (place & 4) << 11 | (place & 8) << 9;
+}
+constexpr unsigned kHalfStep = 0x800;
+
+template <int kPlanes, bool kExact = false>
 struct Planes {
   using Number = unsigned short;
   struct Left {
@@ -38,15 +52,28 @@ struct Planes {
       y -= second(to[p]);
     }
   }
+  // The same for neighbours of a row, to the first of which `added` is added.
+  template <bool kBounded>
+  static __device__ __forceinline__ void split_dithered(unsigned (&to)[kPlanes], float x, float y,
+                                                        unsigned added) {
+    static_assert(kPlanes == 2, "the second plane is the last");
+    if (kBounded) x = bounded(x), y = bounded(y);
+    to[0] = pack_bfloat16(x, y);
+    to[1] = upper_halves(__float_as_uint(x - first(to[0])) + added,
+                         __float_as_uint(y - second(to[0])) + (added ^ dither(1)));
+  }
   // n neighbours of a row. kBounded: no number overflows.
-  template <int kLength, bool kBounded, int n>
-  static __device__ __forceinline__ void store(Number* m, int row, int col, const float (&x)[n]) {
+  template <int kLength, bool kBounded, bool kDithered, int n>
+  static __device__ __forceinline__ void store(Number* m, int row, int col, const float (&x)[n],
+                                               unsigned added) {
     Number* const to = m + row * kLength + col;
     if constexpr (n == 1) {
       float rest = kBounded ? bounded(x[0]) : x[0];
 #pragma unroll
       for (int p = 0; p < kPlanes; p++) {
-        const Number bits = float_to_bfloat16_bits(rest);
+        const Number bits = kExact && kDithered && p == kPlanes - 1
+                                ? (__float_as_uint(rest) + added) >> 16
+                                : float_to_bfloat16_bits(rest);
         to[p * kPlane<kLength>] = bits;
         rest -= bfloat16_bits_to_float(bits);
       }
@@ -55,7 +82,10 @@ struct Planes {
 #pragma unroll
       for (int i = 0; i < n / 2; i++) {
         unsigned two[kPlanes];
-        split<kBounded>(two, x[2 * i], x[2 * i + 1]);
+        if constexpr (kExact && kDithered)
+          split_dithered<kBounded>(two, x[2 * i], x[2 * i + 1], added ^ dither(2 * i));
+        else
+          split<kBounded>(two, x[2 * i], x[2 * i + 1]);
 #pragma unroll
         for (int p = 0; p < kPlanes; p++) runs[p].x[i] = two[p];
       }
@@ -149,9 +179,9 @@ struct Planes {
   static __device__ __forceinline__ void multiply(float (&d0)[4], float (&d1)[4], const Left& left,
                                                   const Right (&right)[2]) {
 #pragma unroll
-    for (int rank = kPlanes - 1; rank >= 0; rank--)  // small products first
+    for (int rank = kExact ? 2 * kPlanes - 2 : kPlanes - 1; rank >= 0; rank--)  // small ones first
 #pragma unroll
-      for (int p = 0; p <= rank; p++) {
+      for (int p = min(rank, kPlanes - 1); p >= max(0, rank - kPlanes + 1); p--) {
         mma_m16n8k16_bf16(d0, left.x[p], right[0].x[rank - p]);
         mma_m16n8k16_bf16(d1, left.x[p], right[1].x[rank - p]);
       }
@@ -168,6 +198,10 @@ struct Planes {
 template <class In>
 struct Factors {
   using Type = Planes<2>;
+};
+template <>
+struct Factors<float> {
+  using Type = Planes<2, true>;
 };
 template <>
 struct Factors<bfloat16_t> {

@@ -55,6 +55,11 @@ __device__ __forceinline__ long long find_sequence(const CallArgs& a, long long 
   return low;
 }
 
+// How rows go into shared memory: as they are given, each times its weight, or as states, which are
+// rounded to nearest, not dithered: no product of a gradient has two factors that are states or
+// tiles.
+enum Rows { kGiven, kWeighed, kStates };
+
 // kRows rows of kPadded numbers on their way into shared memory, each thread's part of them: zeros
 // but for rows rows of cols numbers.
 template <class In, int kRows, int kPadded, int kThreads, bool kWide>
@@ -78,23 +83,24 @@ struct HeldRows {
       if (kColumn) source += down;
     }
   }
-  // kWeighed: each row times its weight.
-  template <class F, int kLength, bool kWeighed>
+  template <class F, int kLength, Rows kHow>
   __device__ __forceinline__ void store(typename F::Number* to, const float* weights) const {
+    const unsigned first = dither(threadIdx.x / kAcross) ^ dither(threadIdx.x % kAcross * kStep);
 #pragma unroll
     for (int i = 0; i < kRuns; i++) {
       const int e = threadIdx.x + i * kThreads, row = e / kAcross, at = e % kAcross * kStep;
       if (!kWhole && row >= kRows) continue;
-      if constexpr (!kWeighed && F::kCount == 1) {
+      if constexpr (kHow != kWeighed && F::kCount == 1) {
         *reinterpret_cast<Run<In, kStep>*>(to + row * kLength + at) = x[i];
       } else {
         float y[kStep];
 #pragma unroll
         for (int j = 0; j < kStep; j++) {
           y[j] = widen<float>(x[i].x[j]);
-          if (kWeighed) y[j] *= weights[row];
+          if (kHow == kWeighed) y[j] *= weights[row];
         }
-        F::template store<kLength, kWeighed>(to, row, at, y);
+        F::template store<kLength, kHow == kWeighed, kHow != kStates>(
+            to, row, at, y, first ^ dither(i * kThreads / kAcross) ^ kHalfStep);
       }
     }
   }
@@ -113,7 +119,8 @@ __device__ __forceinline__ float share_of_inner(const Rows& x, const Rows& y) {
 }
 
 // Numbers into shared memory in one go.
-template <class F, class In, int kRows, int kPadded, int kLength, int kThreads, bool kWide>
+template <class F, class In, int kRows, int kPadded, int kLength, int kThreads, bool kWide,
+          Rows kHow = kGiven>
 __device__ __forceinline__ void copy_rows(typename F::Number* to, const In* from, long long stride,
                                           int rows, int cols) {
   if constexpr (kWide && F::kCount == 1 && kThreads % (kPadded / 8) == 0) {
@@ -139,7 +146,7 @@ __device__ __forceinline__ void copy_rows(typename F::Number* to, const In* from
   } else {
     HeldRows<In, kRows, kPadded, kThreads, kWide> held;
     held.load(from, stride, rows, cols);
-    held.template store<F, kLength, false>(to, nullptr);
+    held.template store<F, kLength, kHow>(to, nullptr);
   }
 }
 

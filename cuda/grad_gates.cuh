@@ -9,6 +9,7 @@ constexpr int kGateRow = 20;  // floats, so that rows fall into different banks
 template <int kParts, int kRoles>
 struct GradScalars {
   static constexpr int kWarps = kRoles * kParts * kBlocks;
+  long long row, dv;  // of the chunk's first token: (b T + t) H + h, and where it has its dv
   float gates[kBlocks][kBlock * kGateRow];  // G_ij of a block by rows, 0 above the diagonal
   float from[kChunk], to[kChunk];           // within a token's own block
   float share[kChunk];                      // beta_j to_j

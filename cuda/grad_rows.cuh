@@ -109,11 +109,12 @@ __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float sca
                                                            key0, lane);
   const float2 term = dot_rows<F, S::kKeyRow>(dk, shared.k(), row0, key0, lane);
   const float share_low = s.share[low], share_high = s.share[high];
-  // of the four lanes of a row one counts
-  const float owed = lane % 4 ? 0.f : share_low * term.x + share_high * term.y;
+  const bool counts = lane % 4 == 0;  // of the four lanes of a row
+  const float owed = counts ? share_low * term.x + share_high * term.y : 0.f;
   const float sum = sum_of_warp(owed);
   if (lane == 0) s.pair[part][w + 1][kBlocks] = bounded(sum);
   const float after = s.between(w, kBlocks);
+  if (counts) s.after[part][low] = after * term.x, s.after[part][high] = after * term.y;
   scale_rows(dk, after, after);
   scale_rows(dv, after, after);
   float2 later = {0, 0};
@@ -144,10 +145,11 @@ __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float sca
   add_queries<S>(dk, dv, shared, of_keys, of_values, part, w, lane);
   if (part == 0) add_gates<F>(s, a, w, lane);
   const float tiles = part == 0 ? 1.f : 0.f;  // which both parts have made
-  const float all_low = after * term.x + tiles * sum_of_row(later.x);
-  const float all_high = after * term.y + tiles * sum_of_row(later.y);
+  const float later_low = tiles * sum_of_row(later.x), later_high = tiles * sum_of_row(later.y);
   const float own_low = tiles * sum_of_row(own.x), own_high = tiles * sum_of_row(own.y);
-  if (lane % 4 == 0) {
+  if (counts) {
+    const float all_low = s.after[part][low] + later_low;
+    const float all_high = s.after[part][high] + later_high;
     s.after[part][low] = bounded(s.beta[low] * all_low);
     s.after[part][high] = bounded(s.beta[high] * all_high);
     s.dbeta[part][low] = s.to[low] * all_low + own_low;

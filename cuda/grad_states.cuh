@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols, kWide>::kThreads,
   const auto put = [&](int step) {
     if (step >= steps) return;
     typename F::Number* const to = stage_of(step);
-    keys.template store<F, S::kKeyRow, true>(to, weights[step % S::kWeights].x);
-    values.template store<F, S::kValueRow, false>(to + kChunk * S::kKeyRow, nullptr);
+    keys.template store<F, S::kKeyRow, kWeighed>(to, weights[step % S::kWeights].x);
+    values.template store<F, S::kValueRow, kGiven>(to + kChunk * S::kKeyRow, nullptr);
   };
   HeldScalars<In> held;
   const auto hold = [&](int step) {

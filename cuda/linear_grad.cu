@@ -86,18 +86,18 @@ struct Copies {
       d.load(row(dy, stride, h), stride[1], rows, S::kRealValues);
       after.load(dstate, S::kRealValues, S::kRealKeys, S::kRealValues);
       if (S::kApart) before.load(state, S::kRealValues, S::kRealKeys, S::kRealValues);
-      k.template store<F, S::kKeyRow, false>(shared.k(), nullptr);
-      q.template store<F, S::kKeyRow, false>(shared.q(), nullptr);
-      v.template store<F, S::kValueRow, false>(shared.v(), nullptr);
-      d.template store<F, S::kValueRow, false>(shared.dy(), nullptr);
-      after.template store<F, S::kValueRow, false>(shared.dstate(), nullptr);
+      k.template store<F, S::kKeyRow, kGiven>(shared.k(), nullptr);
+      q.template store<F, S::kKeyRow, kGiven>(shared.q(), nullptr);
+      v.template store<F, S::kValueRow, kGiven>(shared.v(), nullptr);
+      d.template store<F, S::kValueRow, kGiven>(shared.dy(), nullptr);
+      after.template store<F, S::kValueRow, kStates>(shared.dstate(), nullptr);
       if (!S::kApart) return 0;
-      before.template store<F, S::kValueRow, false>(shared.state(), nullptr);
+      before.template store<F, S::kValueRow, kStates>(shared.state(), nullptr);
       return share_of_inner(before, after);
     }
   }
   __device__ __forceinline__ void states(typename S::Number* to, const State* from) const {
-    copy_rows<F, State, S::kKeys, S::kValues, S::kValueRow, S::kThreads, kWide>(
+    copy_rows<F, State, S::kKeys, S::kValues, S::kValueRow, S::kThreads, kWide, kStates>(
         to, from, S::kRealValues, S::kRealKeys, S::kRealValues);
   }
 
@@ -156,6 +156,10 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::k
   const Copies<In, S, kWide> copies{a, g, shared, b, t0, h, hq, chunk, count};
   float share = copies.all();
   cp_async_commit();
+  if (threadIdx.x == 0) {
+    s.row = (static_cast<long long>(b) * a.T + t0) * a.H + h;
+    s.dv = b * a.y_stride[0] + t0 * a.y_stride[1] + h * a.y_stride[2];
+  }
   if (warp < kBlocks) {
     const double x = real ? gate.template value<double>(a.gate_kind) : 1.0;
     s.fill(w, static_cast<float>(x + (x - x)),  // NaN where infinite
@@ -171,17 +175,14 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::k
   const float scale = static_cast<float>(a.scale);
   const int key0 = part * S::kKeyTiles * 8, value0 = part * S::kValueTiles * 8;
   const int row0 = w * kBlock;
-  // the place of the first token, in rows, made anew wherever it is asked for: registers are few
-  const auto first_row = [&] { return (afresh(b) * a.T + t0) * a.H + h; };
   const long long step = a.H * K;
   if (of_keys) {
     float dk[S::kKeyTiles][4] = {}, dv[S::kValueTiles][4] = {};
     make_keys(shared, scale, w, part, lane, dk, dv);
-    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dk : g.dk) + first_row() * K, step,
-                         dk, row0, count, key0, K, lane);
-    In* const to =
-        static_cast<In*>(a.y) + afresh(b) * a.y_stride[0] + t0 * a.y_stride[1] + h * a.y_stride[2];
-    put_rows<In, kWide>(to, a.y_stride[1], dv, row0, count, value0, V, lane);
+    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dk : g.dk) + s.row * K, step, dk,
+                         row0, count, key0, K, lane);
+    put_rows<In, kWide>(static_cast<In*>(a.y) + s.dv, a.y_stride[1], dv, row0, count, value0, V,
+                        lane);
   }
   if (!kApart) {
     __syncthreads();
@@ -193,8 +194,8 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::k
   if (of_queries) {
     float dq[S::kKeyTiles][4] = {};
     make_queries(shared, scale, w, part, lane, dq);
-    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dq : g.dq) + first_row() * K, step,
-                         dq, row0, count, key0, K, lane);
+    put_rows<Out, kWide>(static_cast<Out*>(kPartial ? g.partial_dq : g.dq) + s.row * K, step, dq,
+                         row0, count, key0, K, lane);
   }
   __syncthreads();
   if (warp >= kBlocks) return;
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::k
   float dbeta = 0;
 #pragma unroll
   for (int i = 0; i < kParts; i++) dbeta += s.dbeta[i][t];
-  const long long token = first_row() + t * a.H;
+  const long long token = s.row + t * a.H;
   if (kPartial) {
     float* const pair = static_cast<float*>(g.partial_scalars) + 2 * token;
     pair[0] = dgate;

@@ -23,6 +23,9 @@ inline void unpack_half(float (&y)[2], unsigned x) {
   y[0] = half_bits_to_float(static_cast<unsigned short>(x));
   y[1] = half_bits_to_float(static_cast<unsigned short>(x >> 16));
 }
+inline unsigned upper_halves(unsigned low, unsigned high) {
+  return low >> 16 | (high & 0xffff0000u);
+}
 inline float clamp(float x, float largest) {
   return x > largest ? largest : (x < -largest ? -largest : x);
 }
@@ -90,6 +93,12 @@ __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
 __device__ __forceinline__ void unpack_bfloat16(unsigned x, float& low, float& high) {
   asm("prmt.b32 %0, %1, 0, 0x1044;" : "=f"(low) : "r"(x));
   asm("prmt.b32 %0, %1, 0, 0x3244;" : "=f"(high) : "r"(x));
+}
+// The upper 16 bits of two registers in one.
+__device__ __forceinline__ unsigned upper_halves(unsigned low, unsigned high) {
+  unsigned y;
+  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(y) : "r"(low), "r"(high));
+  return y;
 }
 // As pack_bfloat16, with the largest number for what overflows. NaN stays NaN.
 __device__ __forceinline__ unsigned pack_bounded(float low, float high) {

@@ -1,11 +1,11 @@
 // Rows of float32 numbers in shared memory as two planes of bfloat16: of 8 neighbouring numbers the
 // high parts, 16 bytes, then what they leave, 16 bytes, in the place of the numbers. Two planes
-// have 17 bits: factors err by 2^-17 at most, on average by 2^-19. Rows are `row` floats apart,
-// blocks of 16 x 16 begin at multiples of 16 columns.
+// have 8 bits and a sign each: factors err by 2^-17 at most, on average by 2^-19. Rows are `row`
+// floats apart, blocks of 16 x 16 begin at multiples of 16 columns.
 #pragma once
 #include "fragments.cuh"
 
-// d += a b, but for low low, which is 2^-18 of it
+// d += a b, but for low low, which is 2^-16 of it at most, on average 2^-19
 __device__ __forceinline__ void multiply(float (&d)[2][4], const Split& a, const Split& b) {
   multiply(d, a.low, b.high);
   multiply(d, a.high, b.low);

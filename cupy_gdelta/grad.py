@@ -72,9 +72,9 @@ def gated_linear_attention_grad(
     of columns of V; the delta rule also keeps the misses, (B, T, H, V). These are float32, or
     float64 where sums are: for float64 inputs, and for float32 inputs of more than 1024 tokens.
 
-    Those chunks multiply float32 and float16 numbers as the sum of two bfloat16 ones each, in three
-    products, with errors of 2^-16 at most and a tenth of that as a rule, of either sign; their
-    states float32 ones as the sum of three, in six products, with errors of 2^-23.
+    Those chunks multiply float32 and float16 numbers as the sum of two bfloat16 ones each, with
+    errors of 2^-17 and 2^-16 at most and a tenth of that as a rule. Float32 ones are rounded so
+    that the errors of equal numbers, which have one sign, do not add up.
 
     Nothing is added up by atomic operations: the same inputs give the same bits.
 

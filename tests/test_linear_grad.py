@@ -157,7 +157,8 @@ def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def kernels() -> simt.Kernels:
-    return simt.Kernels(SOURCE, list(dict.fromkeys(e for case in CASES for e in case.expressions)))
+    cases = CASES + [case for case, *_ in CONSTANT]
+    return simt.Kernels(SOURCE, list(dict.fromkeys(e for case in cases for e in case.expressions)))
 
 
 @needs_compiler
@@ -172,6 +173,37 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
 def test_no_race_and_no_stray_access(case, kernels, rng):
     x = case.inputs(rng)
     verify_grad(case, x, run_on_host(kernels, case, x, check=True), "checked")
+
+
+# What two planes of bfloat16 leave of these numbers, or three products of their squares, is large.
+UNLUCKY = [1 + 2**-9 + 2**-17, 1 + 2**-8 - 2**-16 - 2**-17, 1 / 3, 1.1]
+CONSTANT = [
+    (Case("float32", 24, 24, T=64, H=1, Hq=1), 1.0, 1.0),
+    (Case("float32", 24, 24, T=512, H=1, Hq=1), 1.0, 1.0),
+    (Case("float32", 24, 20, T=192, H=1, Hq=1, apart=False), 0.5, 1.0),
+    (Case("float32", 33, 17, T=200, H=1, Hq=1, wide=False), 0.999, 2.0),
+    (Case("float32", 64, 64, T=128, H=1, Hq=1), 1.0, 1.0),
+    (Case("float32", 64, 64, T=192, H=1, Hq=1), 0.5, 2.0),
+    (Case("float32", 64, 64, T=320, H=1, Hq=1), 1.02, 1.0),
+    (Case("float32", 64, 128, T=128, H=1, Hq=1), 1.0, 1.0),
+    (Case("float32", 128, 128, T=128, H=1, Hq=1), 0.999, 1.0),
+]
+
+
+def constant(case: Case, number: float, gate: float, beta: float, family: Family) -> dict:
+    x = {name: np.full((case.B, case.T, case.H, case.K), number) for name in ("q", "k")}
+    x |= {name: np.full((case.B, case.T, case.H, case.V), number) for name in ("v", "dy")}
+    scalars = {"gate": gate, "beta": beta}
+    x |= {name: np.full((case.B, case.T, case.H), value) for name, value in scalars.items()}
+    return {name: family.array(a, case.dtype) for name, a in x.items()}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("case", "gate", "beta"), CONSTANT, ids=str)
+@pytest.mark.parametrize("number", UNLUCKY)
+def test_errors_of_constants_do_not_add_up(number, case, gate, beta, kernels):
+    x = constant(case, number, gate, beta, Family("numpy"))
+    verify_grad(case, x, run_on_host(kernels, case, x), f"{number} gate {gate} beta {beta}")
 
 
 STEPS = [
@@ -258,6 +290,14 @@ def test_the_public_function_runs_it(dtype, gate, K, V, rng):
     dy = family.array(rng.standard_normal((2, 300, 4, V)), dtype)
     dstate = family.array(rng.standard_normal((2, 4, K, V)), "float32")
     check_grad("linear", gated_linear_attention_grad, dy, dstate, x, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "gate", "beta"), CONSTANT, ids=str)
+@pytest.mark.parametrize("number", UNLUCKY)
+def test_constants_on_a_gpu(number, case, gate, beta):
+    x = constant(case, number, gate, beta, Family("cupy"))
+    verify_grad(case, x, launch_on_gpu(case, x), f"{number} gate {gate} beta {beta}")
 
 
 @pytest.mark.gpu

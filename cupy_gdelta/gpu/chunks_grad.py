@@ -10,6 +10,7 @@ CHUNK = 64  # tokens
 MAX_D = 128  # rows and columns of the state
 SHORTEST = 64  # tokens; shorter sequences are faster token by token
 MAX_WARPS = 8
+PLACE_BYTES = 16  # where the first token of a chunk has its gradients
 GATE_BYTES = 4 * 4 * 16 * 20  # of products of gates within blocks of 16 tokens
 WEIGHT_BYTES = 4 * (CHUNK + 4)  # sizeof(ChunkWeights)
 SHARED_BYTES = 228 * 1024  # of a multiprocessor of sm_90 and sm_100; a block may have 1 KB less
@@ -60,7 +61,7 @@ class ChunkGradTile:
         key, value = self._row(K), self._row(V)
         numbers = 2 * CHUNK * (key + value) + (2 if self.apart else 1) * K * value
         scalars = 6 * CHUNK + 4 + self.parts * (3 * CHUNK + 25 + 4 * self.roles)
-        return numbers * 2 + GATE_BYTES + 4 * scalars
+        return numbers * 2 + PLACE_BYTES + GATE_BYTES + -(-scalars // 2) * 8
 
     @property
     def together(self) -> int:
