@@ -38,12 +38,21 @@ struct StateColumns64 {
     return swizzled(lane / 16 * 8 + lane % 8, t / 32 * 2 + lane / 8 % 2);
   }
 
-  // f(number, row, column) of the state.
-  template <class F>
-  __device__ __forceinline__ void each(F f) {
-    const unsigned t = thread(), row = t % 4 * 2, col = t / 32 * 16 + t % 32 / 4;
+  // f(number, where it is, whether that is one of so many rows and columns of an array with such
+  // strides that begins at `start`).
+  template <class T, class F>
+  __device__ __forceinline__ void each(T* start, int rows, int cols, long long down,
+                                       long long across, F f) {
+    const unsigned t = thread();
+    const int row = t % 4 * 2, col = t / 32 * 16 + t % 32 / 4;
+    start += row * down + col * across;
+    const int left = col < cols ? rows - row : 0, right = col + 8 < cols ? rows - row : 0;
 #pragma unroll
-    for (int i = 0; i < K / 2; i++) f(s[i], row + i / 4 * 8 + i % 2, col + i / 2 % 2 * 8);
+    for (int i = 0; i < K / 8; i++, start += 8 * down)
+#pragma unroll
+      for (int n = 0; n < 4; n++)
+        f(s[4 * i + n], start + n % 2 * down + n / 2 * (8 * across),
+          8 * i + n % 2 < (n < 2 ? left : right));
   }
 
   // The state as left factors.

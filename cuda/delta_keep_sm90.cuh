@@ -253,18 +253,16 @@ struct Keeper {
       const float* const from = static_cast<const float*>(a.initial_state) +
                                 w.n * a.state_stride[0] + w.h * a.state_stride[1] +
                                 col0 * a.state_stride[3];
-      const int cols = cut.V - col0;
-      state.each([&](float& x, int row, int col) {
-        x = row < cut.K && col < cols ? from[row * a.state_stride[2] + col * a.state_stride[3]]
-                                      : 0.f;
-      });
+      state.each(from, cut.K, cut.V - col0, a.state_stride[2], a.state_stride[3],
+                 [](float& x, const float* at, bool real) { x = real ? *at : 0.f; });
     } else {
-      state.each([](float& x, int, int) { x = 0; });
+#pragma unroll
+      for (int i = 0; i < K / 2; i++) state.s[i] = 0;
     }
   }
   __device__ __forceinline__ void end(int index) {
     const Item w(a, cut, afresh(index));
-    const int col0 = column(w.column_block), cols = cut.V - col0;
+    const int col0 = column(w.column_block);
     if (kPieces && w.piece < cut.pieces - 1) {
       hand_on(index);
       return;
@@ -272,8 +270,8 @@ struct Keeper {
     if (a.state) {
       float* const to = static_cast<float*>(a.state) +
                         (w.n * a.H + w.h) * (static_cast<long long>(cut.K) * cut.V) + col0;
-      state.each([&](float& x, int row, int col) {
-        if (row < cut.K && col < cols) to[row * cut.V + col] = x;
+      state.each(to, cut.K, cut.V - col0, cut.V, 1, [](float x, float* at, bool real) {
+        if (real) *at = x;
       });
     }
     if (a.cu_seqlens && w.n == a.N - 1) clear_last(w);

@@ -120,17 +120,16 @@ template <int K, int V>
 struct Places {
   int row, col, thread;
 
-  // f(number, its place in a (K, V) array of the user's, whether it is there)
-  template <class F>
-  __device__ __forceinline__ void each(float (&x)[V / 2], const PieceArgs& pieces, F f) const {
-    const int upper = row * pieces.V + col, lower = upper + 8 * pieces.V;
-#pragma unroll
-    for (int i = 0; i < V / 2; i++) {
-      const int step = i / 4 * 8 + i % 2;
-      const bool below = i / 2 % 2;
-      f(x[i], (below ? lower : upper) + step,
-        row + (below ? 8 : 0) < pieces.K && col + step < pieces.V);
-    }
+  // From a (K, V) array of the user's, zeros where there is none.
+  __device__ __forceinline__ void read(float (&x)[V / 2], const PieceArgs& pieces,
+                                       const float* from) const {
+    each(pieces, from, [&](int i, int at, bool real) { x[i] = real ? from[at] : 0.f; });
+  }
+  __device__ __forceinline__ void write(const float (&x)[V / 2], const PieceArgs& pieces,
+                                        float* to) const {
+    each(pieces, true, [&](int i, int at, bool real) {
+      if (real) to[at] = x[i];
+    });
   }
   // The same for the state of a piece, four numbers at once.
   __device__ __forceinline__ void read(float (&x)[V / 2], const float4* from) const {
@@ -144,6 +143,21 @@ struct Places {
 #pragma unroll
     for (int i = 0; i < V / 8; i++)
       __stcg(to + i * (2 * K) + thread, float4{x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]});
+  }
+
+ private:
+  // f(number, its place in the array, whether it is there)
+  template <class F>
+  __device__ __forceinline__ void each(const PieceArgs& pieces, bool given, F f) const {
+    const int upper = row * pieces.V + col, lower = upper + 8 * pieces.V;
+    const int upper_left = given && row < pieces.K ? pieces.V - col : 0;
+    const int lower_left = given && row + 8 < pieces.K ? pieces.V - col : 0;
+#pragma unroll
+    for (int i = 0; i < V / 2; i++) {
+      const int step = i / 4 * 8 + i % 2;
+      const bool below = i / 2 % 2;
+      f(i, (below ? lower : upper) + step, step < (below ? lower_left : upper_left));
+    }
   }
 };
 

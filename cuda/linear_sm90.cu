@@ -164,16 +164,11 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       } else {
         const float* const from =
             a.initial_state ? static_cast<const float*>(a.initial_state) + user_state : nullptr;
-        places.each(state.s, pieces,
-                    [=](float& x, int at, bool real) { x = from && real ? from[at] : 0.f; });
+        places.read(state.s, pieces, from);
         state.pass_forwards(w.chunks);
       }
-      if (a.state && last(w)) {
-        float* const to = static_cast<float*>(a.state) + user_state;
-        places.each(state.s, pieces, [=](float& x, int at, bool real) {
-          if (real) to[at] = x;
-        });
-      }
+      if (a.state && last(w))
+        places.write(state.s, pieces, static_cast<float*>(a.state) + user_state);
     }
   } else {
     set_registers<128, S::kOutRegisters>();

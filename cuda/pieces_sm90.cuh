@@ -152,10 +152,9 @@ struct Piece {
   }
 
   __device__ __forceinline__ void read_given(float (&s)[V / 2]) const {
-    const float* const from = static_cast<const float*>(a.initial_state) +
-                              w.head() * (static_cast<long long>(cut.K) * cut.V);
-    const bool given = a.initial_state;
-    places.each(s, cut, [=](float& x, int at, bool real) { x = given && real ? from[at] : 0.f; });
+    const float* const given = static_cast<const float*>(a.initial_state);
+    places.read(s, cut,
+                given ? given + w.head() * (static_cast<long long>(cut.K) * cut.V) : nullptr);
   }
 
   // States before each piece from those after each piece, S <- decay S + state, for this block's
