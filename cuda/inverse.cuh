@@ -72,9 +72,7 @@ struct alignas(16) Workbench {
 };
 
 // Overflow and what came of it as the largest number.
-__device__ __forceinline__ float tame(float x) {
-  return x <= kLargest ? (x >= -kLargest ? x : -kLargest) : kLargest;
-}
+__device__ __forceinline__ float tame(float x) { return fmaxf(fminf(x, kLargest), -kLargest); }
 
 // Row r of the blocks of a chunk. S gives the lengths of rows in shared memory.
 template <class S, int r, bool kNormalise>

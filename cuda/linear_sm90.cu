@@ -230,9 +230,9 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
           settle(scores);
           unsigned p[kBlocks][4];
           if (__builtin_expect(decay.wild, 0))
-            weigh_row<true>(p, scores, decay, warp, lane, scale);
+            weights.weigh<true>(p, scores, decay, warp, lane);
           else
-            weights.weigh(p, scores, decay, warp, lane);
+            weights.weigh<false>(p, scores, decay, warp, lane);
           wgmma_wait<0>();
           settle(o);
           __syncwarp();

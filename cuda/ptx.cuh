@@ -30,6 +30,11 @@ inline unsigned pack_bounded(float low, float high) {
   constexpr float kLargest = 3.3895314e38f;
   return pack_bfloat16(clamp(low, kLargest), clamp(high, kLargest));
 }
+inline unsigned bounded_pair(unsigned x) {
+  float low, high;
+  unpack_bfloat16(x, low, high);
+  return pack_bounded(low, high);
+}
 #else
 
 // Dynamic shared memory of a kernel, `name` of element type `type`, aligned for the copy engine.
@@ -97,11 +102,22 @@ __device__ __forceinline__ unsigned pack_bounded(float low, float high) {
   asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
+// Two bfloat16 numbers of one register, with the largest number for infinity. NaN stays NaN.
+__device__ __forceinline__ unsigned bounded_pair(unsigned x) {
+  unsigned y;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x7f7f7f7fu));
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(y), "r"(0xff7fff7fu));
+  return y;
+}
 // x, but no further from 0 than largest. NaN stays NaN.
 __device__ __forceinline__ float clamp(float x, float largest) {
   float y;
+#if __CUDA_ARCH__ >= 860
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(largest));
+#else
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(largest));
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-largest));
+#endif
   return y;
 }
 
