@@ -41,9 +41,10 @@ struct GateRing {
   static constexpr int kSlots = 12;  // of two or three warps by turns
   float gate[kSlots][kChunk], beta[kSlots][kChunk];
 
+  template <int kUnrolled = 2>
   __device__ __forceinline__ void fetch(int slot, const CallArgs& a, long long b, long long h,
                                         long long start, long long stop, int lane) {
-#pragma unroll
+#pragma unroll kUnrolled
     for (int i = 0; i < 2; i++) {
       const long long t = start + 2 * lane + i;
       if (t < stop) {

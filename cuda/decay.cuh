@@ -50,7 +50,8 @@ struct alignas(16) Decay {
   }
 
  private:
-  // Out of line: what is rare should not lie among what is not.
+  // Out of line and in loops: what is rare should not lie among what is not, nor take long to
+  // compile.
   __device__ __noinline__ void fill_wild(int lane, float g0, float g1, float b0, float b1) {
     fill<true>(lane, g0, g1, b0, b1);
   }
@@ -64,7 +65,7 @@ struct alignas(16) Decay {
   __device__ __forceinline__ void fill(int lane, float g0, float g1, float b0, float b1) {
     const int t = 2 * lane, in = lane % 8;           // a block is eight lanes
     float head = times<kWild>(g0, g1), tail = head;  // of pairs up to, and from, this lane's
-#pragma unroll
+#pragma unroll(kWild ? 1 : 3)
     for (int step = 1; step < 8; step *= 2) {
       const float before = __shfl_up_sync(0xffffffffu, head, step);
       const float after = __shfl_down_sync(0xffffffffu, tail, step);
@@ -110,18 +111,18 @@ struct alignas(16) Decay {
   __device__ __forceinline__ void fill_diagonal(int lane) {
     const int block = lane / 8, j = lane % 8 * 2;
     const float b0 = beta[2 * lane], b1 = beta[2 * lane + 1];
-    float g[kBlock];
-#pragma unroll
-    for (int i = 0; i < kBlock; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(gate + block * kBlock + i);
-      g[i] = four.x, g[i + 1] = four.y, g[i + 2] = four.z, g[i + 3] = four.w;
-    }
     float d0 = 0, d1 = 0;
+#pragma unroll(kWild ? 1 : kBlock / 4)
+    for (int i0 = 0; i0 < kBlock; i0 += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(gate + block * kBlock + i0);
+      const float g[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int i = 0; i < kBlock; i++) {
-      d0 = i == j ? b0 : (i > j ? times<kWild>(d0, g[i]) : 0.f);
-      d1 = i == j + 1 ? b1 : (i > j + 1 ? times<kWild>(d1, g[i]) : 0.f);
-      put(diagonal[block][i], j, d0, d1);
+      for (int n = 0; n < 4; n++) {
+        const int i = i0 + n;
+        d0 = i == j ? b0 : (i > j ? times<kWild>(d0, g[n]) : 0.f);
+        d1 = i == j + 1 ? b1 : (i > j + 1 ? times<kWild>(d1, g[n]) : 0.f);
+        put(diagonal[block][i], j, d0, d1);
+      }
     }
   }
 };

@@ -75,12 +75,14 @@ struct Walk {
   int n = 0, b = 0, h = 0, piece = 0, start = 0, stop = 0, end = 0, chunks = 0;
 
   __device__ __forceinline__ Walk(const CallArgs& call, const PieceArgs& pieces)
-      : a(call), cut(pieces), item(blockIdx.x) {}
+      : a(call), cut(pieces), item(block_index()) {}
 
   __device__ __forceinline__ bool next() {
     if (item >= static_cast<int>(a.N * a.H) * cut.pieces) return false;
-    const int H = static_cast<int>(a.H), nh = item / cut.pieces;
-    piece = item % cut.pieces;
+    // Without a sign, which quotients are quicker by.
+    const unsigned H = static_cast<unsigned>(a.H), pieces = cut.pieces, all = item;
+    const unsigned nh = all / pieces;
+    piece = all % pieces;
     n = nh / H;
     h = nh % H;
     const Sequence seq = sequence(a, n);
@@ -113,17 +115,16 @@ template <int K, int V>
 struct Places {
   int row, col, thread;
 
-  // f(number, its place in a (K, V) array of the user's, whether it is there)
-  template <class F>
-  __device__ __forceinline__ void each(float (&x)[V / 2], const PieceArgs& pieces, F f) const {
-    const int upper = row * pieces.V + col, lower = upper + 8 * pieces.V;
-#pragma unroll
-    for (int i = 0; i < V / 2; i++) {
-      const int step = i / 4 * 8 + i % 2;
-      const bool below = i / 2 % 2;
-      f(x[i], (below ? lower : upper) + step,
-        row + (below ? 8 : 0) < pieces.K && col + step < pieces.V);
-    }
+  // From a (K, V) array of the user's, zeros where there is none.
+  __device__ __forceinline__ void read(float (&x)[V / 2], const PieceArgs& pieces,
+                                       const float* from) const {
+    each(pieces, from, [&](int i, int at, bool real) { x[i] = real ? from[at] : 0.f; });
+  }
+  __device__ __forceinline__ void write(const float (&x)[V / 2], const PieceArgs& pieces,
+                                        float* to) const {
+    each(pieces, true, [&](int i, int at, bool real) {
+      if (real) to[at] = x[i];
+    });
   }
   // The same for the state of a piece, four numbers at once.
   __device__ __forceinline__ void read(float (&x)[V / 2], const float4* from) const {
@@ -138,13 +139,28 @@ struct Places {
     for (int i = 0; i < V / 8; i++)
       __stcg(to + i * (2 * K) + thread, float4{x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]});
   }
+
+ private:
+  // f(number, its place in the array, whether it is there)
+  template <class F>
+  __device__ __forceinline__ void each(const PieceArgs& pieces, bool given, F f) const {
+    const int upper = row * pieces.V + col, lower = upper + 8 * pieces.V;
+    const int upper_left = given && row < pieces.K ? pieces.V - col : 0;
+    const int lower_left = given && row + 8 < pieces.K ? pieces.V - col : 0;
+#pragma unroll
+    for (int i = 0; i < V / 2; i++) {
+      const int step = i / 4 * 8 + i % 2;
+      const bool below = i / 2 % 2;
+      f(i, (below ? lower : upper) + step, step < (below ? lower_left : upper_left));
+    }
+  }
 };
 
 // Has gates of chunk c of an item fetched, which is the slot-th of the block.
 __device__ __forceinline__ void fetch_gates(GateRing& gates, const Walk& w, int c, unsigned slot,
                                             bool backwards, int lane) {
   const int t = w.token(c, backwards);
-  gates.fetch(slot % GateRing::kSlots, w.a, w.b, w.h, t, c < w.chunks ? w.stop : t, lane);
+  gates.fetch<1>(slot % GateRing::kSlots, w.a, w.b, w.h, t, c < w.chunks ? w.stop : t, lane);
 }
 
 // Has chunks c to stop of an item copied, by one thread.
@@ -174,49 +190,55 @@ __device__ __forceinline__ int first_chunk(unsigned done, unsigned turn) {
   return (turn + kDecayWarps - done % kDecayWarps) % kDecayWarps;
 }
 
+constexpr int kAhead = 3 * kDecayWarps;  // chunks that gates are fetched before
+
 // Has the gates of a warp's first three chunks of an item fetched.
 __device__ __forceinline__ void begin_decays(GateRing& gates, const Walk& w, unsigned done,
                                              unsigned turn, bool backwards, int lane) {
   const int first = first_chunk(done, turn);
 #pragma unroll 1
-  for (int c = first; c < first + 3 * kDecayWarps; c += kDecayWarps)
+  for (int c = first; c < first + kAhead; c += kDecayWarps)
     fetch_gates(gates, w, c, done + c, backwards, lane);
 }
 
-// Makes the decays of every third chunk of a block, by one warp; done counts the block's chunks
-// before those of this pass, whose number is returned.
+// Makes the decays of every third chunk of a block, by one warp, which has or has not begun them;
+// done counts the block's chunks before those of this pass, whose number is returned.
 template <class S, int kStages>
 __device__ __forceinline__ int make_decays(Shared<S, kStages>& shared, const Walk& w, unsigned done,
-                                           unsigned turn, bool backwards, bool counted, int lane) {
+                                           unsigned turn, bool begun, bool backwards, bool counted,
+                                           int lane) {
   const int first = first_chunk(done, turn);
-  for (int c = first; c < w.chunks; c += kDecayWarps) {
-    if (counted && c >= kSure) {
-      shared.counted.wait(0);
-      if (c >= shared.needed) break;
-    }
-    const unsigned at = done + c, table = at % S::kDecays;
-    const int left = w.stop - w.token(c, backwards);
-    Decay& decay = shared.decays[table];
-    cp_async_wait<2>();
-    shared.decays_free[table].wait(at / S::kDecays % 2 ^ 1);
-    shared.gates.fill(decay, at % GateRing::kSlots, w.a, left, lane);
-    __syncwarp();
-    if (!backwards) decay.fill_diagonal(lane);
-    if (left < kChunk && w.stop < w.a.T) {  // tokens of the next sequence, which may be NaN
-      const unsigned stage = at % kStages, before = at - kStages;
-      unsigned short* const keys = shared.stages[stage] + S::kQuery;
-      if constexpr (kStages < S::kDecays)  // the stage is on its way to this chunk, not to the last
-        if (at >= kStages) shared.decays_free[before % S::kDecays].wait(before / S::kDecays % 2);
-      shared.loaded[stage].wait(at / kStages % 2);
+  for (int c = begun ? first : first - kAhead; c < w.chunks; c += kDecayWarps) {
+    if (c >= 0) {
+      if (counted && c >= kSure) {
+        shared.counted.wait(0);
+        if (c >= shared.needed) break;
+      }
+      const unsigned at = done + c, table = at % S::kDecays;
+      const int left = w.stop - w.token(c, backwards);
+      Decay& decay = shared.decays[table];
+      cp_async_wait<2>();
+      shared.decays_free[table].wait(at / S::kDecays % 2 ^ 1);
+      shared.gates.fill(decay, at % GateRing::kSlots, w.a, left, lane);
+      __syncwarp();
+      if (!backwards) decay.fill_diagonal(lane);
+      if (left < kChunk && w.stop < w.a.T) {  // tokens of the next sequence, which may be NaN
+        const unsigned stage = at % kStages, before = at - kStages;
+        unsigned short* const keys = shared.stages[stage] + S::kQuery;
+        // The stage is on its way to this chunk, not to the last.
+        if constexpr (kStages < S::kDecays)
+          if (at >= kStages) shared.decays_free[before % S::kDecays].wait(before / S::kDecays % 2);
+        shared.loaded[stage].wait(at / kStages % 2);
 #pragma unroll 1
-      for (int e = left * 8 + lane; e < kTile / 8; e += 32)
+        for (int e = left * 8 + lane; e < kTile / 8; e += 32)
 #pragma unroll
-        for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
-          reinterpret_cast<uint4*>(keys + i * kTile)[e] = {0, 0, 0, 0};
-      fence_shared();
+          for (int i = 0; i < S::kKeyTiles + S::kValueTiles; i++)
+            reinterpret_cast<uint4*>(keys + i * kTile)[e] = {0, 0, 0, 0};
+        fence_shared();
+      }
+      arrive(shared.decays_made[table], lane);
     }
-    arrive(shared.decays_made[table], lane);
-    const int later = c + 3 * kDecayWarps;
+    const int later = c + kAhead;
     fetch_gates(shared.gates, w, later, done + later, backwards, lane);
   }
   if (!counted) return w.chunks;

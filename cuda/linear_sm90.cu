@@ -31,7 +31,10 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
   constexpr bool kPieces = kDealing == kInPieces;
   constexpr int kAttempts = kPieces ? 2 : 1;
   Turn<kItems> dealt;
+  Walk first(a, pieces);
+  if (kPieces) first.next();  // the only one, for all roles
   const auto next = [&](Walk& w) {
+    if constexpr (kPieces) return true;
     if constexpr (kDealing == kByQueue) return take(shared, w, dealt, lane);
     return w.next();
   };
@@ -45,8 +48,8 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
   };
   if (kDealing != kByQueue && group == 0 &&
       warp > 0) {  // all wait for the first gates, so they go ahead of other loads
-    Walk w(a, pieces);
-    if (w.next()) begin_decays(shared.gates, w, 0, warp - 1, twice(w), lane);
+    Walk w = kPieces ? first : Walk(a, pieces);
+    if (next(w)) begin_decays(shared.gates, w, 0, warp - 1, twice(w), lane);
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
@@ -74,48 +77,49 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
 
   if (group == 0) {
     set_registers<128, S::kFeedRegisters>();
-    Walk w(a, pieces);
+    Walk w = kPieces ? first : Walk(a, pieces);
     if (kDealing == kByQueue && warp == 0) {
       feed_from_queue(shared, w, pieces.taken, q_map, k_map, v_map, lane);
     } else if (warp == 0) {
       Turn<kStages> stage;
-      const auto copy = [&](int c, int stop, bool backwards) {
-        load(shared, w, c, stop, stage, q_map, k_map, v_map, backwards);
-      };
-      for (bool more = w.next(); more; more = !kPieces && w.next()) {
+      while (next(w)) {
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
-          int sure = 0, needed = w.chunks;
-          if (kPieces && attempt == 0) {
-            if (twice(w)) sure = min(kSure, w.chunks);
-            if (lane == 0) copy(0, sure, true);
-            needed = begin_piece(shared, w, lane);
-          }
-          if (lane == 0) {
-            if (twice(w)) copy(sure, needed, true);
-            copy(0, w.chunks, false);
+          // Backwards: what is needed for sure, the rest of what is needed; then forwards.
+          int c = 0;
+#pragma unroll 1
+          for (int part = kPieces ? 0 : 2; part < 3; part++) {
+            const bool backwards = part < 2;
+            int stop = w.chunks;
+            if (part == 0) stop = attempt == 0 ? min(kSure, stop) : 0;
+            if (part == 1 && attempt == 0) stop = begin_piece(shared, w, lane);
+            if (!backwards) c = 0;
+            if (backwards && !twice(w)) continue;
+            if (lane == 0) load(shared, w, c, stop, stage, q_map, k_map, v_map, backwards);
+            c = stop;
           }
           __syncwarp();
           if (all_well(attempt)) break;
         }
         if (a.cu_seqlens && w.n == a.N - 1 && last(w))
           clear_rest(a, pieces.V, w.end, w.h, 1, 0, 1, lane);
+        if (kPieces) break;
       }
     } else {
       unsigned done = 0;
       bool begun = kDealing != kByQueue;
-      for (bool more = next(w); more; more = !kPieces && next(w)) {
+      while (next(w)) {
 #pragma unroll 1
         for (int attempt = 0; attempt < kAttempts; attempt++) {
 #pragma unroll 1
           for (int backwards = twice(w); backwards >= 0; backwards--) {
-            if (kPieces ? attempt > 0 || backwards < twice(w) : !begun)
-              begin_decays(shared.gates, w, done, warp - 1, backwards, lane);
+            done +=
+                make_decays(shared, w, done, warp - 1, begun, backwards, backwards > attempt, lane);
             begun = false;
-            done += make_decays(shared, w, done, warp - 1, backwards, backwards > attempt, lane);
           }
           if (all_well(attempt)) break;
         }
+        if (kPieces) break;
       }
     }
   } else if (group <= S::kStateGroups) {
@@ -124,8 +128,8 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
     const int thread = threadIdx.x - kGroup;
     State<K, V, kStages> state(shared, group - 1, warp, lane, pieces.zero);
     const Places<K, V> places{state.row0 + lane / 4, lane % 4 * 2, thread};
-    Walk w(a, pieces);
-    for (bool more = next(w); more; more = !kPieces && next(w)) {
+    Walk w = kPieces ? first : Walk(a, pieces);
+    while (next(w)) {
       const long long user_state = w.head() * (static_cast<long long>(pieces.K) * pieces.V);
       if constexpr (kPieces) {
         const Piece<K, V, kStages, kThreads> piece{a, pieces, w, places, shared, thread};
@@ -164,28 +168,24 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
       } else {
         const float* const from =
             a.initial_state ? static_cast<const float*>(a.initial_state) + user_state : nullptr;
-        places.each(state.s, pieces,
-                    [=](float& x, int at, bool real) { x = from && real ? from[at] : 0.f; });
+        places.read(state.s, pieces, from);
         state.pass_forwards(w.chunks);
       }
-      if (a.state && last(w)) {
-        float* const to = static_cast<float*>(a.state) + user_state;
-        places.each(state.s, pieces, [=](float& x, int at, bool real) {
-          if (real) to[at] = x;
-        });
-      }
+      if (a.state && last(w))
+        places.write(state.s, pieces, static_cast<float*>(a.state) + user_state);
+      if (kPieces) break;
     }
   } else {
     set_registers<128, S::kOutRegisters>();
     const int turn = group - 1 - S::kStateGroups;
     unsigned short* const out = shared.outs[turn];
     const float scale = static_cast<float>(a.scale);
-    Walk w(a, pieces);
+    Walk w = kPieces ? first : Walk(a, pieces);
     Turn<kStages> stage;
     Turn<S::kDecays> tables;
     Turn<S::kStates> state;
     Turn<S::kOutGroups> group_at;
-    for (bool more = next(w); more; more = !kPieces && next(w)) {
+    while (next(w)) {
 #pragma unroll 1
       for (int attempt = 0; attempt < kAttempts; attempt++) {
         if (twice(w)) {  // this group has no part in the first pass, and waits for its end
@@ -235,9 +235,9 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
           settle(scores);
           unsigned p[kBlocks][4];
           if (__builtin_expect(decay.wild, 0))
-            weigh_row<true>(p, scores, decay, warp, lane, scale);
+            weights.weigh<true>(p, scores, decay, warp, lane);
           else
-            weights.weigh(p, scores, decay, warp, lane);
+            weights.weigh<false>(p, scores, decay, warp, lane);
           wgmma_wait<0>();
           settle(o);
           arrive(shared.state_free[state.slot], lane);
@@ -285,6 +285,7 @@ __global__ void __launch_bounds__(4 * kGroup, 1)
         if (kPieces && warp == 0 && lane == 0) wait_stores();
         if (all_well(attempt)) break;
       }
+      if (kPieces) break;
     }
     if (!kPieces && warp == 0 && lane == 0) wait_stores();
   }

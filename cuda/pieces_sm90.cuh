@@ -17,35 +17,47 @@ constexpr int kMostLookBack = 32;               // chunks
 enum Stage { kLeft = 1, kTogether, kJudged, kLeftAgain, kTogetherAgain };
 enum Mark { kCut = 8, kAgain = 16 };  // left out chunks; found that these matter
 
-// Counts the chunks that a first pass takes in, from the gates, by one warp.
+// Counts the chunks that a first pass takes in, from the gates, by one warp: eight chunks at a
+// time, four lanes to each.
 __device__ __forceinline__ int count_needed(const Walk& w, int lane) {
-  constexpr int kBatch = 8;
+  constexpr int kLanes = 4, kBatch = 32 / kLanes, kOwn = kChunk / kLanes;
   const CallArgs& a = w.a;
-  const long long base = w.b * a.gate_stride[0] + w.h * a.gate_stride[2];
+  if (a.gate_kind == kAbsent) return w.chunks;
+  const bool wide = a.gate_kind == kAsFloat || a.gate_kind == kLogOfFloat;
+  const bool logs = a.gate_kind == kLogOfInputs || a.gate_kind == kLogOfFloat;
+  const int bytes = wide ? 4 : 2;
+  const long long first = w.b * a.gate_stride[0] + w.h * a.gate_stride[2];
+  const long long step = kLanes * a.gate_stride[1] * bytes;
   float sum = 0;
 #pragma unroll 1
   for (int c0 = 0; c0 < min(kMostLookBack, w.chunks); c0 += kBatch) {
-    Scalar<bfloat16_t> gates[kBatch][2];
-    const auto token = [&](int c, int i) { return w.token(c, true) + 2 * lane + i; };
-    const auto real = [&](int t) { return t >= w.start && t < w.stop; };
+    const int c = c0 + lane / kLanes, t = w.token(c, true) + lane % kLanes;
+    const int left = c < w.chunks ? w.stop - t : 0;
+    const char* from = static_cast<const char*>(a.gate) + (first + t * a.gate_stride[1]) * bytes;
+    float gates[kOwn];
 #pragma unroll
-    for (int c = 0; c < kBatch; c++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int t = token(c0 + c, i);
-        if (real(t)) gates[c][i].load(a.gate, base + t * a.gate_stride[1], a.gate_kind);
-      }
-#pragma unroll
-    for (int c = 0; c < kBatch; c++) {
-      float log = 0;
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        if (real(token(c0 + c, i))) log += log2f(fabsf(gates[c][i].value<float>(a.gate_kind)));
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) log += __shfl_xor_sync(0xffffffffu, log, step);
-      sum += log;
-      if (sum < kForgotten) return min(max(c0 + c + 1, kSure), w.chunks);
+    for (int i = 0; i < kOwn; i++, from += step) {
+      gates[i] = logs ? 0.f : 1.f;
+      if (i * kLanes < left)
+        gates[i] = wide ? *reinterpret_cast<const float*>(from)
+                        : widen<float>(*reinterpret_cast<const bfloat16_t*>(from));
     }
+    if (logs)
+#pragma unroll
+      for (int i = 0; i < kOwn; i++) gates[i] = __expf(gates[i]);
+    float log = 0;  // of all gates from the end of the batch to this lane's chunk
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) log += __log2f(fabsf(gates[i]));
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) log += __shfl_xor_sync(0xffffffffu, log, step);
+#pragma unroll
+    for (int step = kLanes; step < 32; step *= 2) {
+      const float later = __shfl_up_sync(0xffffffffu, log, step);
+      if (lane >= step) log += later;
+    }
+    const unsigned forgotten = __ballot_sync(0xffffffffu, sum + log < kForgotten);
+    if (forgotten) return min(max(c0 + __ffs(forgotten) / kLanes + 1, kSure), w.chunks);
+    sum += __shfl_sync(0xffffffffu, log, 31);
   }
   return w.chunks;
 }
@@ -152,10 +164,9 @@ struct Piece {
   }
 
   __device__ __forceinline__ void read_given(float (&s)[V / 2]) const {
-    const float* const from = static_cast<const float*>(a.initial_state) +
-                              w.head() * (static_cast<long long>(cut.K) * cut.V);
-    const bool given = a.initial_state;
-    places.each(s, cut, [=](float& x, int at, bool real) { x = given && real ? from[at] : 0.f; });
+    const float* const given = static_cast<const float*>(a.initial_state);
+    places.read(s, cut,
+                given ? given + w.head() * (static_cast<long long>(cut.K) * cut.V) : nullptr);
   }
 
   // States before each piece from those after each piece, S <- decay S + state, for this block's

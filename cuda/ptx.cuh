@@ -33,6 +33,11 @@ inline unsigned pack_bounded(float low, float high) {
   constexpr float kLargest = 3.3895314e38f;
   return pack_bfloat16(clamp(low, kLargest), clamp(high, kLargest));
 }
+inline unsigned bounded_pair(unsigned x) {
+  float low, high;
+  unpack_bfloat16(x, low, high);
+  return pack_bounded(low, high);
+}
 #else
 
 // Dynamic shared memory of a kernel, `name` of element type `type`, aligned for the copy engine.
@@ -104,6 +109,13 @@ __device__ __forceinline__ unsigned upper_halves(unsigned low, unsigned high) {
 __device__ __forceinline__ unsigned pack_bounded(float low, float high) {
   unsigned y;
   asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+// Two bfloat16 numbers of one register, with the largest number for infinity. NaN stays NaN.
+__device__ __forceinline__ unsigned bounded_pair(unsigned x) {
+  unsigned y;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x7f7f7f7fu));
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(y), "r"(0xff7fff7fu));
   return y;
 }
 // x, but no further from 0 than largest. NaN stays NaN.

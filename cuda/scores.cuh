@@ -10,8 +10,8 @@ __device__ __forceinline__ unsigned weigh(unsigned x, float w0, float w1) {
 }
 
 // Columns of a chunk's keys, transposed, times the decay from each token to the end and, with
-// kLater, times that of all that follows.
-template <bool kWild, bool kLater>
+// kLater, times that of all that follows. A product that overflows is infinite.
+template <bool kLater>
 __device__ __forceinline__ void weigh_keys(unsigned (&kt)[kBlocks][4], const Decay& decay,
                                            float later, int lane) {
 #pragma unroll
@@ -20,9 +20,9 @@ __device__ __forceinline__ void weigh_keys(unsigned (&kt)[kBlocks][4], const Dec
     for (int half = 0; half < 2; half++) {
       float2 w =
           *reinterpret_cast<const float2*>(decay.to_end + j * kBlock + half * 8 + lane % 4 * 2);
-      if (kLater) w = {times<kWild>(w.x, later), times<kWild>(w.y, later)};
+      if (kLater) w = {bounded(w.x * later), bounded(w.y * later)};
 #pragma unroll
-      for (int i = 0; i < 2; i++) kt[j][2 * half + i] = weigh<kWild>(kt[j][2 * half + i], w.x, w.y);
+      for (int i = 0; i < 2; i++) kt[j][2 * half + i] = weigh<false>(kt[j][2 * half + i], w.x, w.y);
     }
 }
 
@@ -62,18 +62,11 @@ __device__ __forceinline__ void weigh_block(unsigned (&p)[4], const float* score
 }
 
 template <bool kWild>
-__device__ __forceinline__ void weigh_row(unsigned (&p)[kBlocks][4], const float (&scores)[32],
-                                          const Decay& decay, int r, int lane, float scale) {
-#pragma unroll
-  for (int c = 0; c < kBlocks; c++) {
-    float x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i] = times<kWild>(scores[8 * c + i], scale);
-    weigh_block<kWild>(p[c], x, decay, r, c, lane);
-  }
+__device__ __forceinline__ float kept(float x) {
+  return kWild ? bounded(x) : x;
 }
 
-// The same for decays that are not wild, without branches.
+// The same for a row of blocks, with fewer branches.
 struct RowWeights {
   float row[2], between[kBlocks], diagonal[8];
 
@@ -91,6 +84,7 @@ struct RowWeights {
     }
   }
 
+  template <bool kWild>
   __device__ __forceinline__ void weigh(unsigned (&p)[kBlocks][4], const float (&scores)[32],
                                         const Decay& decay, int r, int lane) const {
     const int i = lane / 4, j = lane % 4 * 2;
@@ -104,11 +98,12 @@ struct RowWeights {
         for (int low = 0; low < 2; low++) {
           const int n = 2 * half + low;
           const float* const x = scores + c * 8 + n * 2;
-          const float w = between[c] * row[low];
-          const float w0 = c == r ? diagonal[2 * n] : w * col.x;
-          const float w1 = c == r ? diagonal[2 * n + 1] : w * col.y;
+          const float w = times<kWild>(between[c], kept<kWild>(row[low]));
+          const float w0 = c == r ? kept<kWild>(diagonal[2 * n]) : times<kWild>(w, col.x);
+          const float w1 = c == r ? kept<kWild>(diagonal[2 * n + 1]) : times<kWild>(w, col.y);
           const int at = i + low * 8 + (r - c) * kBlock, to = half * 8 + j;  // columns up to row
-          p[c][n] = pack_bfloat16(to <= at ? x[0] * w0 : 0.f, to + 1 <= at ? x[1] * w1 : 0.f);
+          const float low0 = to <= at ? x[0] * w0 : 0.f, high0 = to + 1 <= at ? x[1] * w1 : 0.f;
+          p[c][n] = kWild ? pack_bounded(low0, high0) : pack_bfloat16(low0, high0);
         }
       }
   }

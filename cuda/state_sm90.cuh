@@ -90,10 +90,13 @@ struct State {
 #pragma unroll
     for (int j = 0; j < kBlocks; j++) ldmatrix_x4<true>(kt[j], k + j * kBlock * 64);
     const bool wild = decay.wild || (kBackwards && !(fabsf(whole) <= kWildProduct));
-    if (__builtin_expect(wild, 0))
-      weigh_keys<true, kBackwards>(kt, decay, whole, lane);
-    else
-      weigh_keys<false, kBackwards>(kt, decay, whole, lane);
+    weigh_keys<kBackwards>(kt, decay, whole, lane);
+    if (__builtin_expect(wild, 0)) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) kt[j][i] = bounded_pair(kt[j][i]);
+    }
     all = decay.whole;
     if (kBackwards) whole = bounded(whole * all);
     arrive(shared.decays_free[table.slot], lane);

@@ -155,6 +155,17 @@ def test_every_lane_may_arrive(tmp_path, rng):
     verify(case, x, y, state, "every lane")
 
 
+@needs_compiler
+@pytest.mark.parametrize("scale", [1.0, -2.0])
+@pytest.mark.parametrize("name", WILD)
+def test_products_of_gates_that_overflow_on_the_cpu(name, scale, kernels):
+    case = Case(16, 64, T=100, B=1, H=1, Hq=1, options={"scale": scale})
+    x, expected = wild_inputs(Family("numpy"), WILD[name], "linear")
+    y, _ = on_this_cpu(kernels, case, x, grid=1)
+    error = accuracy.error(y.astype(np.float64), scale * expected)
+    assert error <= accuracy.TOLERANCE["linear", "bfloat16"], name
+
+
 class Together:
     """A call in pieces on this CPU, each block in a process of its own, as often as it is run."""
 
