@@ -57,13 +57,14 @@ __device__ __forceinline__ float sample(const CallArgs& a, const GradArgs& g,
   return lane < 24 && g.dy ? *head_rows(g.dy, g.dy_stride, chunk.b, t, h) : 0.f;
 }
 
-// Whether two of q, v and dy seem to be the same at most tokens: products of the same numbers err
-// alike.
+// Whether two of q, v and dy seem to be the same, but for signs, at most tokens: products of the
+// same numbers err alike.
 __device__ __forceinline__ bool seem_constant(float x, int lane) {
-  const float first = __shfl_sync(0xffffffffu, x, lane & 24);
-  const unsigned near = __ballot_sync(0xffffffffu, fabsf(x - first) < .125f * fabsf(first));
-  return (__popc(near & 0xff) > 4) + (__popc(near & 0xff00) > 4) + (__popc(near & 0xff0000) > 4) >
-         1;
+  const float size = fabsf(x), first = __shfl_sync(0xffffffffu, size, lane & 24);
+  const unsigned near = __ballot_sync(0xffffffffu, fabsf(size - first) < .125f * first);
+  const int of_q = __popc(near & 0xff), of_v = __popc(near & 0xff00);
+  const int of_dy = __popc(near & 0xff0000);
+  return (of_q > 5) + (of_v > 5) + (of_dy > 5) > 1;
 }
 
 // A of a chunk that damps no errors, A_ij at i (i - 1) / 2 + j. A key that comes again and again
