@@ -12,11 +12,21 @@ constexpr int kPrepareThreads = 64 * kBlocks;
 template <int K>
 constexpr float kMostAlike = 868.f / K;
 constexpr float kMostErrors = 12;
+// Above this one too: errors of keys in few directions add up, as planes err alike each time. Twice
+// the sum of squares of products of two keys, not decayed, over the square of the sum of squares of
+// keys is nearly 1 where all are equal, and 1 / K on average where they have any direction.
+constexpr float kMostOfOne = .25f;
 // Of what a chunk leaves of a state, above which errors of many chunks add up.
 constexpr float kLasting = .5f;
 // So many betas past so much turn states about, and damp no errors.
 constexpr int kMostTurns = 4;
 constexpr float kTurns = 1.9f;
+
+// Sums over the keys of a block of tokens: of squares of products with keys before them, not
+// decayed, and of their own squares.
+struct KeySums {
+  float products, lengths;
+};
 
 template <int K>
 struct PrepareShape {
@@ -25,9 +35,37 @@ struct PrepareShape {
   static constexpr int kRowsOfK = kChunk * kKeyRow, kPairs = kChunk * kPairRow;
   static constexpr int kScoresAt = kKeyRow < kPairRow ? 2 * kRowsOfK : 0;  // else in place of q
   static constexpr int kProductsAt = 2 * kRowsOfK + (kScoresAt > 0 ? kPairs : 0);
-  static constexpr int kBytes =
-      4 * (kProductsAt + 2 * kPairs) + static_cast<int>(sizeof(ChunkWeights));
+  static constexpr int kBytes = 4 * (kProductsAt + 2 * kPairs) +
+                                static_cast<int>(sizeof(ChunkWeights) + kBlocks * sizeof(KeySums));
 };
+
+// Whether keys of a chunk are much alike; one key is.
+__device__ __forceinline__ bool much_alike(const KeySums* sums, int tokens) {
+  const float products = sums[0].products + sums[1].products;
+  const float lengths = sums[0].lengths + sums[1].lengths;
+  const float n = static_cast<float>(tokens);
+  return !(2 * n * products < kMostOfOne * (n - 1) * lengths * lengths);
+}
+
+// The first number of q, v or dy at one of 8 tokens, 8 lanes each.
+__device__ __forceinline__ float sample(const CallArgs& a, const GradArgs& g,
+                                        const SlotChunk& chunk, long long hq, long long h,
+                                        int lane) {
+  const long long t = chunk.first + lane % 8 * chunk.tokens / 8;
+  if (lane < 8) return *head_rows(a.q, a.q_stride, chunk.b, t, hq);
+  if (lane < 16) return *head_rows(a.v, a.v_stride, chunk.b, t, h);
+  return lane < 24 && g.dy ? *head_rows(g.dy, g.dy_stride, chunk.b, t, h) : 0.f;
+}
+
+// Whether two of q, v and dy seem to be the same, but for signs, at most tokens: products of the
+// same numbers err alike.
+__device__ __forceinline__ bool seem_constant(float x, int lane) {
+  const float size = fabsf(x), first = __shfl_sync(0xffffffffu, size, lane & 24);
+  const unsigned near = __ballot_sync(0xffffffffu, fabsf(size - first) < .125f * first);
+  const int of_q = __popc(near & 0xff), of_v = __popc(near & 0xff00);
+  const int of_dy = __popc(near & 0xff0000);
+  return (of_q > 5) + (of_v > 5) + (of_dy > 5) > 1;
+}
 
 // A of a chunk that damps no errors, A_ij at i (i - 1) / 2 + j. A key that comes again and again
 // makes the same error each time, so that it is in double.
@@ -107,7 +145,7 @@ __device__ __forceinline__ void put_pairs(float* to, const float* from, int thre
 // grid: slots * H. block: kPrepareThreads.
 template <int K, bool kWide>
 __global__ void __launch_bounds__(kPrepareThreads, 7)
-    delta_grad32_prepare(const CallArgs a, const SpaceArgs space) {
+    delta_grad32_prepare(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = PrepareShape<K>;
   static_assert(!kWide || K % 4 == 0, "rows of whole vectors");
   DYNAMIC_SHARED(float, shared);
@@ -115,6 +153,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
   float *const errors = products + S::kPairs, *const scores = shared + S::kScoresAt;  // A, and P
   float* const inverse = products;  // once these are no longer wanted
   ChunkWeights& weights = *reinterpret_cast<ChunkWeights*>(errors + S::kPairs);
+  KeySums* const key_sums = reinterpret_cast<KeySums*>(&weights + 1);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const unsigned item = blockIdx.x, heads = static_cast<unsigned>(a.H), h = item % heads;
   const unsigned hq = h / static_cast<unsigned>(a.group);
@@ -132,6 +171,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
   cp_async_commit();
   Stored stored;
   if (warp == 0) stored.load(a, chunk, h, lane);
+  const float sampled = warp == kBlocks ? sample(a, g, chunk, hq, h, lane) : 0.f;
   cp_async_wait<0>();
   __syncthreads();
   if (warp == 0) {  // which has half as much to multiply as others
@@ -141,6 +181,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
   }
 
   float sum[kBlocks][2][4] = {}, alike = 0, squares = 0;
+  KeySums keys = {};
 #pragma unroll 1
   for (int i = 0; i < S::kRowTiles; i++) {
     const Factor left =
@@ -171,6 +212,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
         const float key = real ? decay * x : 0.f;
         out[side] = real ? decay * weights.beta[j] * scale * x : 0.f;
         alike += key * key;
+        if (real) keys.products += x * x;
+        if (j == at) keys.lengths += x;
         squares += out[side] * out[side];
       }
       *reinterpret_cast<float2*>(pairs + at * kPairRow + first) = {out[0], out[1]};
@@ -181,15 +224,20 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
     for (int step = 1; step < 32; step *= 2) {
       alike += __shfl_xor_sync(0xffffffffu, alike, step);
       squares += __shfl_xor_sync(0xffffffffu, squares, step);
+      keys.products += __shfl_xor_sync(0xffffffffu, keys.products, step);
+      keys.lengths += __shfl_xor_sync(0xffffffffu, keys.lengths, step);
     }
     const float beta = weights.beta[lane];
     const bool wide = !(beta >= 0 && beta <= 1) || !(fabsf(weights.gate[lane]) <= 1);
-    const bool stays = __any_sync(0xffffffffu, wide) || fabsf(weights.whole) > kLasting;
+    const bool stays = __any_sync(0xffffffffu, wide) || fabsf(weights.whole) > kLasting ||
+                       seem_constant(sampled, lane);
+    if (lane == 0) key_sums[r] = keys;
     if (lane == 0)
       weights.strain[r] = stays ? 2.f : fmaxf(alike / kMostAlike<K>, squares / kMostErrors);
   }
   __syncthreads();
-  const bool strained = !(weights.strain[0] + weights.strain[1] <= 1);
+  const bool strained =
+      !(weights.strain[0] + weights.strain[1] <= 1) || much_alike(key_sums, chunk.tokens);
   double* const exact = reinterpret_cast<double*>(errors);
   const bool exactly = __popc(__ballot_sync(0xffffffffu, weights.beta[lane] > kTurns)) > kMostTurns;
   if (exactly) {

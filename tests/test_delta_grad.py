@@ -264,6 +264,43 @@ CASES += [
 ]
 
 
+# What two planes of bfloat16 leave of these numbers, or three products of their squares, is large.
+UNLUCKY = [1 + 2**-8 - 2**-16 - 2**-17, 1 + 2**-9 + 2**-17, 1.1]
+CONSTANT = [  # arrays that are constant, where others are random; their gates and betas
+    (Case(64, 64, T=101, H=1, Hq=1, dtype="float32"), "q k v dy", 0.5, 0.5),
+    (Case(64, 64, T=64, H=1, Hq=1, dtype="float32"), "q k v dy", 0.95, 0.5),
+    (Case(64, 64, T=101, H=1, Hq=1, dtype="float32"), "q k v dy", 0.01, 0.5),
+    (Case(64, 64, T=101, H=1, Hq=1, dtype="float32"), "k", 0.5, 0.5),
+    (Case(64, 64, T=101, H=1, Hq=1, dtype="float32"), "q v dy", 0.0, 0.5),
+    (Case(24, 24, T=101, H=1, Hq=1, dtype="float32"), "q k v dy", 0.2, 0.5),
+    (Case(24, 24, T=101, H=1, Hq=1, dtype="float32"), "q k", 0.0, 0.5),
+    (Case(16, 16, T=101, H=1, Hq=1, dtype="float32"), "v dy", 0.0, 0.5),
+    (Case(16, 16, T=101, H=1, Hq=1, dtype="float32"), "q v", 0.0, 0.5),
+    (Case(17, 33, T=101, H=1, Hq=1, wide=False, dtype="float32"), "q k v dy", 0.5, 0.5),
+    (
+        Case(64, 64, T=70, H=1, Hq=1, dtype="float32", options={"cu_seqlens": [*range(0, 71, 5)]}),
+        "q k v dy",
+        0.5,
+        0.5,
+    ),
+]
+
+
+def constant(case: Case, number: float, names: str, gate: float, beta: float, family, rng) -> dict:
+    """Rows of q and k are near unit length."""
+    x = case.inputs(rng)
+    for name in ("initial_state", "dstate"):
+        del x[name]
+    root = 2 ** round(np.log2(case.K) / 2)
+    for name in names.split():
+        x[name][...] = number / root if name in "qk" else number
+    if gate == 0:  # where signs do not make errors cancel either
+        for name in ("v", "dy"):
+            x[name][:, ::3] *= -1
+    x["gate"][...], x["beta"][...] = gate, beta
+    return {name: family.array(a, case.dtype) for name, a in x.items()}
+
+
 def run_on_host(kernels: dict, case: Case, x: dict, **how) -> dict[str, np.ndarray]:
     """Launch on NumPy arrays as gpu.delta_grad.launch does on CuPy's."""
     p, grads = pose_grad(case, x)
@@ -297,7 +334,7 @@ def build(cases: list[Case], folder: Path | None = None) -> dict[str, simt.Kerne
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, simt.Kernels]:
-    return build(CASES)
+    return build(CASES + [case for case, *_ in CONSTANT])
 
 
 @needs_compiler
@@ -312,6 +349,14 @@ def test_on_the_cpu_in_every_order(case, kernels, rng):
 def test_no_race_and_no_stray_access(case, kernels, rng):
     x = case.inputs(rng)
     verify_grad(case, x, run_on_host(kernels, case, x, check=True), "checked")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("case", "names", "gate", "beta"), CONSTANT, ids=str)
+@pytest.mark.parametrize("number", UNLUCKY)
+def test_errors_of_constants_do_not_add_up(number, case, names, gate, beta, kernels, rng):
+    x = constant(case, number, names, gate, beta, Family("numpy"), rng)
+    verify_grad(case, x, run_on_host(kernels, case, x), f"{number} {names} gate {gate}")
 
 
 @needs_compiler
@@ -478,6 +523,15 @@ def test_case_on_a_gpu(case, rng):
         again = launch_on_gpu(case, case.tile, x)
         for name, got in again.items():
             assert bits(got) == bits(first[name]), f"other bits in d {name}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "names", "gate", "beta"), CONSTANT, ids=str)
+@pytest.mark.parametrize("number", UNLUCKY)
+def test_constants_on_a_gpu(number, case, names, gate, beta, rng):
+    x = constant(case, number, names, gate, beta, Family("cupy"), rng)
+    found = launch_on_gpu(case, case.tile, x)
+    verify_grad(case, x, found, f"{number} {names} gate {gate}")
 
 
 @pytest.mark.gpu

@@ -134,6 +134,7 @@ def launches(
     unit = of_unit_length(p, spaces)
     args = call.arguments(unit, grads["v"], grads.get("initial_state"), offsets)
     last = space(p, tile, spaces)
+    first = (args, own, last) if isinstance(tile, DeltaGradTile32) else (args, last)
     direct = is_direct(p)
     prepare, walk, tokens, *strained = expressions(tile, direct)
     items = min(slots(p, tile.chunk) * p.H, call.MAX_GRID)
@@ -146,7 +147,7 @@ def launches(
         blocks = min(2 * rows, BLOCKS)
         found.append(Launch(name, blocks, UNIT_THREADS, 0, (given, own, *outputs)))
     found += [
-        Launch(prepare, items, tile.prepare_threads, tile.prepare_bytes, (args, last)),
+        Launch(prepare, items, tile.prepare_threads, tile.prepare_bytes, first),
         Launch(walk, walks, tile.walk_threads, tile.walk_bytes, (args, own, last)),
         Launch(tokens, items, tile.token_threads, tile.token_bytes, (args, own, last)),
     ]
