@@ -1,5 +1,6 @@
 // Chunks of a head on their way to the walks of delta_grad.cu, and what no walk reaches.
 #pragma once
+#include "arrive.cuh"
 #include "delta_grad_space.cuh"
 
 constexpr int kCopiers = 2;  // warps
@@ -61,6 +62,7 @@ struct ChunkCopier {
     for (int i = 0; i < chunks; i++) {
       cp_async_wait<kStages - 2>();
       __syncthreads();
+      if (S::kParts > 1) meet_beside_pairs();
       fetch(i + kStages - 1);
     }
   }

@@ -2,6 +2,7 @@
 // 16 columns of the state on the way forward, or of the state's gradient on the way back. Two warps
 // have a column between them; each adds what the other one read to its own.
 #pragma once
+#include "arrive.cuh"
 #include "delta_grad_space.cuh"
 
 // 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
@@ -163,7 +164,7 @@ struct Walker {
       const float (&four)[4] = x[i / 2][i % 2];
       own[i * 32] = {four[0], four[1], four[2], four[3]};
     }
-    sync_threads<64>(barrier);
+    meet_in_pairs(barrier);
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; i++) {
       const float4 more = other[i * 32];

@@ -32,6 +32,7 @@ from posed import (
     random_inputs,
     verify_grad,
     verify_grad_in_every_order,
+    where_every_lane_arrives,
 )
 
 from cupy_gdelta.gpu import delta_grad, delta_grad_tile, loader, plan
@@ -352,6 +353,14 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
 
 
 @needs_compiler
+@pytest.mark.parametrize("case", [Case(72, 24, T=200), Case(16, 16, T=140)], ids=str)
+def test_every_lane_may_arrive(case, tmp_path, rng):
+    x = case.inputs(rng)
+    found = run_on_host(build([case], where_every_lane_arrives(tmp_path)), case, x, check=True)
+    verify_grad(case, x, found, "every lane")
+
+
+@needs_compiler
 @pytest.mark.parametrize(("case", "names", "gate", "beta"), CONSTANT, ids=str)
 @pytest.mark.parametrize("number", UNLUCKY)
 def test_errors_of_constants_do_not_add_up(number, case, names, gate, beta, kernels, rng):
@@ -393,7 +402,8 @@ def test_a_gate_that_is_not_finite_shows(bad, dtype, rng):
 
 
 WAITS = re.compile(
-    r"__syncthreads\(\);|__syncwarp\(\);|sync_threads<64>\(barrier\);|cp_async_wait<[^>]*>\(\);"
+    r"__syncthreads\(\);|__syncwarp\(\);|sync_threads<64>\(barrier\);|meet_in_pairs\(barrier\);|"
+    r"cp_async_wait<[^>]*>\(\);"
 )
 
 
