@@ -24,8 +24,8 @@ struct QueueState {
   QueueLane lanes[32];
 };
 
-// The queue as one warp of a block sees it. It has no memory: all blocks go through the offsets in
-// the same way, once for every length there is.
+// The queue as one warp of a block sees it. Blocks share nothing but tickets: all go through the
+// offsets in the same way, once for every length there is.
 struct Queue {
   static constexpr int kFinest = 64;  // sequences, of which every number of chunks is told apart
   static constexpr int kFine = 1024;  // within an eighth or a quarter; else within a half
