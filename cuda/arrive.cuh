@@ -17,18 +17,6 @@ __device__ __forceinline__ void init_for_warps(Barrier& barrier, int warps) {
 __device__ __forceinline__ void arrive_together(Barrier& barrier, int lane) {
   if (kArriving == 32 || lane == 0) barrier.arrive();
 }
-// By two warps that meet while the rest of the block, which passes by meet_beside_pairs, does not
-// wait for them. For racecheck all meet: it loses the order that __syncthreads makes between those
-// two and others.
-__device__ __forceinline__ void meet_in_pairs(int barrier) {
-  if (kArriving > 1)
-    __syncthreads();
-  else
-    sync_threads<64>(barrier);
-}
-__device__ __forceinline__ void meet_beside_pairs() {
-  if (kArriving > 1) __syncthreads();
-}
 // By a warp whose lanes have all done with what the barrier is for.
 __device__ __forceinline__ void arrive(Barrier& barrier, int lane) {
   __syncwarp();

@@ -1,7 +1,7 @@
 // Chunks of a head on their way to the walks of delta_grad.cu, and what no walk reaches.
 #pragma once
-#include "arrive.cuh"
 #include "delta_grad_space.cuh"
+#include "meet.cuh"
 
 constexpr int kCopiers = 2;  // warps
 

@@ -2,8 +2,8 @@
 // 16 columns of the state on the way forward, or of the state's gradient on the way back. Two warps
 // have a column between them; each adds what the other one read to its own.
 #pragma once
-#include "arrive.cuh"
 #include "delta_grad_space.cuh"
+#include "meet.cuh"
 
 // 16 columns of a chunk: tile i of block b holds tokens 16 b + 8 i to 16 b + 8 i + 7, columns down.
 using ChunkColumns = float[kBlocks][2][4];
