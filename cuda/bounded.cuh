@@ -1,4 +1,4 @@
-// Products of gates that do not overflow.
+// Numbers that are kept from overflow, but for those that were infinite as given.
 #pragma once
 #include "ptx.cuh"
 
@@ -10,3 +10,15 @@ __device__ __forceinline__ float bounded(float x) { return clamp(x, kLargest); }
 __device__ __forceinline__ double bounded(double x) {
   return x > double(kLargest) ? double(kLargest) : (x < -double(kLargest) ? -double(kLargest) : x);
 }
+// x, or NaN where it is infinite, which shows in whatever is made of it, bounded or not.
+template <class T>
+__device__ __forceinline__ T nan_if_infinite(T x) {
+  return x + (x - x);
+}
+// The same where products with it are bounded.
+template <bool kWild, class T>
+__device__ __forceinline__ T given(T x) {
+  return kWild ? nan_if_infinite(x) : x;
+}
+// weight x, or NaN where x is infinite.
+__device__ __forceinline__ float weighed(float weight, float x) { return weight * x + (x - x); }

@@ -63,9 +63,8 @@ struct GateRing {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const bool real = 2 * lane + i < left;
-      g[i] = real ? value(gate[slot][2 * lane + i], a.gate_kind) : 1.f;
-      g[i] += g[i] - g[i];  // NaN where infinite: decays are kept from overflow, this is to show
-      b[i] = real ? value(beta[slot][2 * lane + i], a.beta_kind) : 0.f;
+      g[i] = real ? nan_if_infinite(value(gate[slot][2 * lane + i], a.gate_kind)) : 1.f;
+      b[i] = real ? nan_if_infinite(value(beta[slot][2 * lane + i], a.beta_kind)) : 0.f;
     }
   }
 

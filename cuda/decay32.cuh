@@ -29,7 +29,8 @@ struct alignas(16) Decay {
 
   // By one warp; lane l brings token l. Past the last token: gate 1, beta 0.
   __device__ __forceinline__ void fill(int lane, double gate, float beta) {
-    gate += gate - gate;  // NaN where infinite: decays are kept from overflow
+    gate = nan_if_infinite(gate);
+    beta = nan_if_infinite(beta);
     bool grows = false;
     if (__any_sync(0xffffffffu, fabs(gate) > 1)) {
       double peak = fabs(gate) > 1 ? fabs(gate) : 1.0;  // a gate of NaN counts as 1

@@ -32,9 +32,8 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
     double g = 1;
     float b = 0;
     if (t < tokens) {
-      g = gate.template value<double>(a.gate_kind);
-      g += g - g;  // NaN where infinite: decays are kept from overflow
-      b = beta.template value<float>(a.beta_kind);
+      g = nan_if_infinite(gate.template value<double>(a.gate_kind));
+      b = nan_if_infinite(beta.template value<float>(a.beta_kind));
     }
     fetch(t + kStep);
     const bool wild = grows(g);

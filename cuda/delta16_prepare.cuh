@@ -44,7 +44,7 @@ struct Preparer {
                                               int col) const {
     float x[kChunk];
 #pragma unroll
-    for (int t = 0; t < kChunk; t++) x[t] = from[t * S::kRow];
+    for (int t = 0; t < kChunk; t++) x[t] = given<kWild>(from[t * S::kRow]);
     if (col < kKeys) {
       put_column(to.keys, col, [&](int t) { return times<kWild>(x[t], decay.to_end[t]); });
 #pragma unroll

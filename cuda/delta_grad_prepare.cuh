@@ -46,6 +46,12 @@ struct PreparedRow {
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {
       if (c > r) continue;
+      if (__builtin_expect(wild, 0))
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          qk[c][i / 4][i % 4] = nan_if_infinite(qk[c][i / 4][i % 4]);
+          kk[c][i / 4][i % 4] = nan_if_infinite(kk[c][i / 4][i % 4]);
+        }
       float w[2][4];
       decays_of_block(w, decay, r, c, lane);
 #pragma unroll

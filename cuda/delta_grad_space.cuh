@@ -63,11 +63,10 @@ __device__ __forceinline__ void load_gates(float (&gate)[2], float (&beta)[2], c
     Scalar<bfloat16_t> x;
     x.load(a.gate, chunk.b * a.gate_stride[0] + t * a.gate_stride[1] + h * a.gate_stride[2],
            a.gate_kind);
-    gate[i] = x.value<float>(a.gate_kind);
-    gate[i] += gate[i] - gate[i];  // NaN where infinite: decays are kept from overflow
+    gate[i] = nan_if_infinite(x.value<float>(a.gate_kind));
     x.load(a.beta, chunk.b * a.beta_stride[0] + t * a.beta_stride[1] + h * a.beta_stride[2],
            a.beta_kind);
-    beta[i] = x.value<float>(a.beta_kind);
+    beta[i] = nan_if_infinite(x.value<float>(a.beta_kind));
   }
 }
 

@@ -97,7 +97,7 @@ struct HeldRows {
 #pragma unroll
         for (int j = 0; j < kStep; j++) {
           y[j] = widen<float>(x[i].x[j]);
-          if (kHow == kWeighed) y[j] *= weights[row];
+          if (kHow == kWeighed) y[j] = weighed(weights[row], y[j]);
         }
         F::template store<kLength, kHow == kWeighed, kHow != kStates>(
             to, row, at, y, first ^ dither(i * kThreads / kAcross) ^ kHalfStep);

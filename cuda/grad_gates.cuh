@@ -103,6 +103,7 @@ __device__ __forceinline__ float sum_gates(const GradScalars<kParts, kRoles>& s,
     if (c < 0 && r == kBlocks) {
 #pragma unroll
       for (int i = 0; i < s.kWarps; i++) across += s.inner[i];
+      across = nan_if_infinite(across);
     } else {
 #pragma unroll
       for (int part = 0; part < kParts; part++) across += s.pair[part][c + 1][r];

@@ -188,7 +188,8 @@ __device__ __forceinline__ void make_queries(const GradShared<S>& shared, float 
     add_scores_of(next, c > 0 ? c - 1 : w);
     pairs(two, s.share + c * kBlock, lane);
 #pragma unroll
-    for (int i = 0; i < 8; i++) scores[i / 4][i % 4] *= bounded(gap * two[i / 4][i % 2]);
+    for (int i = 0; i < 8; i++)
+      scores[i / 4][i % 4] = weighed(bounded(gap * two[i / 4][i % 2]), scores[i / 4][i % 4]);
     gap = bounded(gap * s.whole[c]);
     F::tiles(left, scores);
     add_columns<F, S::kKeyRow>(dq, left, shared.k(), key0, c * kBlock, lane);
@@ -202,7 +203,7 @@ __device__ __forceinline__ void make_queries(const GradShared<S>& shared, float 
     for (int e = 0; e < 4; e++) {
       const int i = lane / 4 + e / 2 * 8, j = n * 8 + lane % 4 * 2 + e % 2;
       const float weight = bounded(s.gates[w][i * kGateRow + j] * two[n][e % 2]);
-      scores[n][e] = i >= j ? scale * weight * scores[n][e] : 0.f;
+      scores[n][e] = i >= j ? weighed(scale * weight, scores[n][e]) : 0.f;
     }
   const float2 sums = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
   if (lane % 4 == 0) s.before[part][low] = sums.x, s.before[part][high] = sums.y;

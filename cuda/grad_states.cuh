@@ -32,7 +32,7 @@ __device__ __forceinline__ void weigh_columns(unsigned (&x)[4], const float* wei
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; i++) {
       float low, high;
-      unpack_bfloat16(x[i], low, high);
+      unpack_bfloat16(nan_if_infinite_pair(x[i], x[i]), low, high);
       x[i] = pack_bounded(w.x * low, w.y * high);
     }
   }
@@ -62,13 +62,12 @@ struct HeldScalars {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const bool real = 2 * lane + i < left;
-      gates[i] = real ? gate[i].template value<double>(a.gate_kind) : 1.0;
-      gates[i] += gates[i] - gates[i];  // NaN where infinite: products are kept from overflow
+      gates[i] = real ? nan_if_infinite(gate[i].template value<double>(a.gate_kind)) : 1.0;
       // no logarithm: nothing of an exponential is compiled for it
       factors[i] = a.beta_kind == kAbsent     ? 1.0
                    : a.beta_kind == kAsInputs ? static_cast<double>(widen<float>(beta[i].narrow))
                                               : beta[i].wide;
-      if (!real) factors[i] = 0;
+      factors[i] = real ? nan_if_infinite(factors[i]) : 0;
       if (back) factors[i] = a.scale;
     }
     to.fill(lane, gates, factors, back);
@@ -175,6 +174,7 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols, kWide>::kThreads,
             given && row < K && col < cols
                 ? given[n * stride[0] + h * stride[1] + row * stride[2] + (col0 + col) * stride[3]]
                 : 0.f;
+        if (chunks > 0) x[m][t][i] = nan_if_infinite(x[m][t][i]);
       }
   if constexpr (!S::kCopied) {
     __syncthreads();

@@ -23,7 +23,8 @@ __device__ __forceinline__ void scale_rows(float (&x)[kTiles][4], float low, flo
     for (int i = 0; i < 4; i++) x[n][i] *= i < 2 ? low : high;
 }
 
-// Inner products of a warp's 16 rows with rows of m, for the rows lane / 4 and lane / 4 + 8.
+// Inner products of a warp's 16 rows with rows of m, for the rows lane / 4 and lane / 4 + 8, or NaN
+// where they are infinite.
 template <class F, int kLength, int kTiles>
 __device__ __forceinline__ float2 dot_rows(const float (&x)[kTiles][4], const typename F::Number* m,
                                            int row0, int col0, int lane) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ float2 dot_rows(const float (&x)[kTiles][4], const ty
           F::template pair<kLength>(m, row0 + lane / 4 + 8 * i, col0 + n * 8 + lane % 4 * 2);
       sum[i] += x[n][2 * i] * y.x + x[n][2 * i + 1] * y.y;
     }
-    sum[i] = sum_of_row(sum[i]);
+    sum[i] = nan_if_infinite(sum_of_row(sum[i]));
   }
   return {sum[0], sum[1]};
 }
@@ -75,9 +76,9 @@ __device__ __forceinline__ float2 weigh_later(float (&x)[2][4], float (&y)[2][4]
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const float weight = scale * two[n][e % 2];
-      const float a = bounded(weight * x[n][e]);
-      sum[e / 2] += a * y[n][e];
-      y[n][e] *= gap * weight;
+      const float a = bounded(weighed(weight, x[n][e]));
+      sum[e / 2] += weighed(a, y[n][e]);
+      y[n][e] = weighed(gap * weight, y[n][e]);
       x[n][e] = gap * a;
     }
   return {sum[0], sum[1]};
@@ -95,8 +96,9 @@ __device__ __forceinline__ float2 weigh_own(float (&x)[2][4], float (&y)[2][4], 
     for (int e = 0; e < 4; e++) {
       const int i = n * 8 + lane % 4 * 2 + e % 2, j = lane / 4 + e / 2 * 8;
       // above the diagonal a product may be anything, NaN too: it is not multiplied away
-      const float scaled = i >= j ? scale * x[n][e] : 0.f, other = i >= j ? y[n][e] : 0.f;
-      const float weight = gates[i * kGateRow + j], beta = e < 2 ? low : high;
+      const float scaled = i >= j ? weighed(scale, x[n][e]) : 0.f;
+      const float other = i >= j ? nan_if_infinite(y[n][e]) : 0.f;
+      const float weight = i >= j ? gates[i * kGateRow + j] : 0.f, beta = e < 2 ? low : high;
       a[n][e] = bounded(beta * scaled * other);
       sum[e / 2] += weight * scaled * other;
       x[n][e] = weight * beta * scaled;

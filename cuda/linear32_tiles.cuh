@@ -111,7 +111,7 @@ struct StateTiles {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
-          for (int i = 0; i < 4; i++) vt[half][i] = times<kWild>(vt[half][i], w[i]);
+          for (int i = 0; i < 4; i++) vt[half][i] = times<kWild>(given<kWild>(vt[half][i]), w[i]);
           left[m][half].set_left(vt[half]);
         }
       }
@@ -219,6 +219,7 @@ struct OutTiles {
     for (int half = 0; half < 2; half++) {
       const int row = lane / 4 + half * 8;
       float &left = a[2 * half], &right = a[2 * half + 1];
+      left = given<kWild>(left), right = given<kWild>(right);
       if (key_tile / 2 < block) {
         const float2 to_end = *reinterpret_cast<const float2*>(&decay.to_block_end[col]);
         left = times<kWild>(times<kWild>(left, decay.in_block[row]), to_end.x);

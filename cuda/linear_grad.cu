@@ -162,8 +162,8 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::k
   }
   if (warp < kBlocks) {
     const double x = real ? gate.template value<double>(a.gate_kind) : 1.0;
-    s.fill(w, static_cast<float>(x + (x - x)),  // NaN where infinite
-           real ? beta.template value<float>(a.beta_kind) : 0.f, lane);
+    const float y = real ? beta.template value<float>(a.beta_kind) : 0.f;
+    s.fill(w, static_cast<float>(nan_if_infinite(x)), nan_if_infinite(y), lane);
   }
   cp_async_wait<0>();
   __syncthreads();

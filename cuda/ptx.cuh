@@ -38,6 +38,12 @@ inline unsigned bounded_pair(unsigned x) {
   unpack_bfloat16(x, low, high);
   return pack_bounded(low, high);
 }
+inline unsigned nan_if_infinite_pair(unsigned x, unsigned y) {
+  float low, high, first, second;
+  unpack_bfloat16(x, low, high);
+  unpack_bfloat16(y, first, second);
+  return pack_bfloat16(first * 0 + low, second * 0 + high);
+}
 #else
 
 // Dynamic shared memory of a kernel, `name` of element type `type`, aligned for the copy engine.
@@ -117,6 +123,12 @@ __device__ __forceinline__ unsigned bounded_pair(unsigned x) {
   asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0x7f7f7f7fu));
   asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(y), "r"(0xff7fff7fu));
   return y;
+}
+// Two bfloat16 numbers of register x, with NaN where those of y are infinite.
+__device__ __forceinline__ unsigned nan_if_infinite_pair(unsigned x, unsigned y) {
+  unsigned z;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0), "r"(x));
+  return z;
 }
 // x, but no further from 0 than largest. NaN stays NaN.
 __device__ __forceinline__ float clamp(float x, float largest) {

@@ -5,8 +5,8 @@
 // Two bfloat16 numbers in one register, each times its weight.
 template <bool kWild>
 __device__ __forceinline__ unsigned weigh(unsigned x, float w0, float w1) {
-  return pack_bfloat16(times<kWild>(bfloat16_bits_to_float(x & 0xffff), w0),
-                       times<kWild>(bfloat16_bits_to_float(x >> 16), w1));
+  return pack_bfloat16(times<kWild>(given<kWild>(bfloat16_bits_to_float(x & 0xffff)), w0),
+                       times<kWild>(given<kWild>(bfloat16_bits_to_float(x >> 16)), w1));
 }
 
 // Columns of a chunk's keys, transposed, times the decay from each token to the end and, with
@@ -42,7 +42,9 @@ __device__ __forceinline__ void weigh_block(unsigned (&p)[4], const float* score
 #pragma unroll
   for (int tile = 0; tile < 2; tile++) {
     const int col = tile * 8 + j;
-    const float* const x = scores + tile * 4;
+    float x[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] = given<kWild>(scores[tile * 4 + e]);
     if (c < r) {
       const float w0 = decay.to_block_end[c * kBlock + col];
       const float w1 = decay.to_block_end[c * kBlock + col + 1];
@@ -64,6 +66,10 @@ __device__ __forceinline__ void weigh_block(unsigned (&p)[4], const float* score
 template <bool kWild>
 __device__ __forceinline__ float kept(float x) {
   return kWild ? bounded(x) : x;
+}
+template <bool kWild>
+__device__ __forceinline__ float put(float weight, float x) {
+  return kWild ? weighed(weight, x) : weight * x;
 }
 
 // The same for a row of blocks, with fewer branches.
@@ -102,7 +108,8 @@ struct RowWeights {
           const float w0 = c == r ? kept<kWild>(diagonal[2 * n]) : times<kWild>(w, col.x);
           const float w1 = c == r ? kept<kWild>(diagonal[2 * n + 1]) : times<kWild>(w, col.y);
           const int at = i + low * 8 + (r - c) * kBlock, to = half * 8 + j;  // columns up to row
-          const float low0 = to <= at ? x[0] * w0 : 0.f, high0 = to + 1 <= at ? x[1] * w1 : 0.f;
+          const float low0 = to <= at ? put<kWild>(w0, x[0]) : 0.f;
+          const float high0 = to + 1 <= at ? put<kWild>(w1, x[1]) : 0.f;
           p[c][n] = kWild ? pack_bounded(low0, high0) : pack_bfloat16(low0, high0);
         }
       }

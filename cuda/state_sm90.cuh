@@ -93,9 +93,13 @@ struct State {
     weigh_keys<kBackwards>(kt, decay, whole, lane);
     if (__builtin_expect(wild, 0)) {
 #pragma unroll
-      for (int j = 0; j < kBlocks; j++)
+      for (int j = 0; j < kBlocks; j++) {
+        unsigned given[4];
+        ldmatrix_x4<true>(given, shared.stages[ahead.slot] + afresh(own) + j * kBlock * 64);
 #pragma unroll
-        for (int i = 0; i < 4; i++) kt[j][i] = bounded_pair(kt[j][i]);
+        for (int i = 0; i < 4; i++)
+          kt[j][i] = nan_if_infinite_pair(bounded_pair(kt[j][i]), given[i]);
+      }
     }
     all = decay.whole;
     if (kBackwards) whole = bounded(whole * all);
