@@ -47,24 +47,30 @@ __device__ __forceinline__ bool much_alike(const KeySums* sums, int tokens) {
   return !(2 * n * products < kMostOfOne * (n - 1) * lengths * lengths);
 }
 
-// The first number of q, v or dy at one of 8 tokens, 8 lanes each.
+// The first number of q, v or dy at one of 8 tokens, 8 lanes each, or 0 where there are fewer: of
+// 32 tokens at 0, 5, 8, 13, 18, 23, 26 and 31, as many even ones as odd ones.
 __device__ __forceinline__ float sample(const CallArgs& a, const GradArgs& g,
                                         const SlotChunk& chunk, long long hq, long long h,
                                         int lane) {
-  const long long t = chunk.first + lane % 8 * chunk.tokens / 8;
+  const int i = lane % 8, place = max(i, (4 * i + i % 2 + i / 4 * 2) * chunk.tokens / kChunk);
+  const long long t = chunk.first + place;
+  if (place >= chunk.tokens) return 0;
   if (lane < 8) return *head_rows(a.q, a.q_stride, chunk.b, t, hq);
   if (lane < 16) return *head_rows(a.v, a.v_stride, chunk.b, t, h);
   return lane < 24 && g.dy ? *head_rows(g.dy, g.dy_stride, chunk.b, t, h) : 0.f;
 }
 
-// Whether two of q, v and dy seem to be the same, but for signs, at most tokens: products of the
-// same numbers err alike.
-__device__ __forceinline__ bool seem_constant(float x, int lane) {
+// Whether two of q, v and dy seem to be nearly the same at most tokens, but for signs, or just the
+// same at half of them: products of the same numbers err alike, where planes do not hold them.
+__device__ __forceinline__ bool seem_constant(float x, int tokens, int lane) {
+  const unsigned own = 0xffu << (lane & 24);  // lanes of one array
   const float size = fabsf(x), first = __shfl_sync(0xffffffffu, size, lane & 24);
   const unsigned near = __ballot_sync(0xffffffffu, fabsf(size - first) < .125f * first);
-  const int of_q = __popc(near & 0xff), of_v = __popc(near & 0xff00);
-  const int of_dy = __popc(near & 0xff0000);
-  return (of_q > 5) + (of_v > 5) + (of_dy > 5) > 1;
+  const unsigned bits = __float_as_uint(size), same = __match_any_sync(0xffffffffu, bits);
+  const int most = min(tokens, 8), equal = (bits & 0xff) != 0 ? __popc(same & own) : 0;
+  const bool alike = 8 * __popc(near & own) > 5 * most || (equal > 1 && 8 * equal > 3 * most);
+  const unsigned arrays = __ballot_sync(0xffffffffu, alike);
+  return ((arrays & 0xff) != 0) + ((arrays & 0xff00) != 0) + ((arrays & 0xff0000) != 0) > 1;
 }
 
 // A of a chunk that damps no errors, A_ij at i (i - 1) / 2 + j. A key that comes again and again
@@ -230,7 +236,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
     const float beta = weights.beta[lane];
     const bool wide = !(beta >= 0 && beta <= 1) || !(fabsf(weights.gate[lane]) <= 1);
     const bool stays = __any_sync(0xffffffffu, wide) || fabsf(weights.whole) > kLasting ||
-                       seem_constant(sampled, lane);
+                       seem_constant(sampled, chunk.tokens, lane);
     if (lane == 0) key_sums[r] = keys;
     if (lane == 0)
       weights.strain[r] = stays ? 2.f : fmaxf(alike / kMostAlike<K>, squares / kMostErrors);

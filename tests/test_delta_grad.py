@@ -369,6 +369,19 @@ def test_errors_of_constants_do_not_add_up(number, case, names, gate, beta, kern
 
 
 @needs_compiler
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("number", UNLUCKY)
+def test_errors_of_every_other_token_do_not_add_up(number, first, rng):
+    """The others are random, in the last chunk of 5 tokens too."""
+    case = Case(64, 64, T=101, H=1, Hq=1, dtype="float32")
+    family = Family("numpy")
+    x = constant(case, number, "q k v dy", 0.5, 1.0, family, rng)
+    for name in ("q", "k", "v", "dy"):
+        x[name][:, first::2] *= rng.standard_normal(x[name][:, first::2].shape)
+    verify_grad(case, x, run_on_host(build([case]), case, x), f"{number} from {first}")
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradients_that_overflow_spoil_no_others(dtype, rng):
     """Those of some gates pass float32's range; all others are right."""

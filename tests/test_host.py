@@ -238,7 +238,7 @@ def test_shuffles(kind, dtype):
 
 def test_votes_and_reductions(rng):
     x = rng.integers(-3, 100, 32).astype(np.int32)
-    out = run(TWINS, "votes", 1, 32, 0, x, np.zeros((8, 32), np.uint32)).view(np.int32)
+    out = run(TWINS, "votes", 1, 32, 0, x, np.zeros((9, 32), np.uint32)).view(np.int32)
     for i in range(32):
         mine = x[i % 2 :: 2]
         ballot = sum(1 << j for j in range(i % 2, 32, 2) if x[j] > 0)
@@ -248,6 +248,9 @@ def test_votes_and_reductions(rng):
         assert out[6, i] == np.bitwise_xor.reduce(mine)
         bits = f"{x[i].view(np.uint32):032b}"
         assert out[7, i] == bits.count("1") + 100 * (f"{bits}1".index("1"))
+        rest = x.view(np.uint32) % 3
+        same = sum(1 << j for j in range(i % 2, 32, 2) if rest[j] == rest[i])
+        assert out[8, i].view(np.uint32) == same
 
 
 def test_16_bit_floats_are_read():

@@ -173,6 +173,13 @@ SIMT_INLINE unsigned simt_ballot(unsigned mask, int predicate, simt::Site site) 
 SIMT_INLINE unsigned __ballot_sync(unsigned mask, int predicate, SIMT_HERE) {
   return simt_ballot(mask, predicate, {"__ballot_sync", file, line});
 }
+SIMT_INLINE unsigned __match_any_sync(unsigned mask, unsigned value, SIMT_HERE) {
+  unsigned all[32], result = 0;
+  simt::gather(mask, &value, all, 4, {"__match_any_sync", file, line});
+  for (int lane = 0; lane < 32; lane++)
+    result |= unsigned((mask >> lane & 1) && all[lane] == value) << lane;
+  return result;
+}
 SIMT_INLINE int __any_sync(unsigned mask, int predicate, SIMT_HERE) {
   return simt_ballot(mask, predicate, {"__any_sync", file, line}) != 0;
 }

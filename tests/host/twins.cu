@@ -14,7 +14,7 @@ __global__ void shuffles(const T* x, T* out) {  // out: (7, 32)
   out[6 * 32 + i] = __shfl_up_sync(all, x[i], 5, 8);
 }
 
-__global__ void votes(const int* x, unsigned* out) {  // out: (8, 32)
+__global__ void votes(const int* x, unsigned* out) {  // out: (9, 32)
   const int i = threadIdx.x;
   const unsigned mask = i % 2 ? 0xaaaaaaaau : 0x55555555u;
   out[0 * 32 + i] = __ballot_sync(mask, x[i] > 0);
@@ -25,6 +25,7 @@ __global__ void votes(const int* x, unsigned* out) {  // out: (8, 32)
   out[5 * 32 + i] = __reduce_max_sync(mask, x[i]);
   out[6 * 32 + i] = __reduce_xor_sync(mask, unsigned(x[i]));
   out[7 * 32 + i] = __popc(x[i]) + 100 * __clz(x[i]);
+  out[8 * 32 + i] = __match_any_sync(mask, unsigned(x[i]) % 3);
 }
 
 __global__ void to_float(const unsigned short* x, float* half, float* bfloat16, int n) {
