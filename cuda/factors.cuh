@@ -15,12 +15,17 @@
 #include "bounded.cuh"
 #include "types.cuh"
 
-// What is added to a number in place row ^ column of a matrix before its lower 16 bits are cut off:
-// dither(place) + kHalfStep, from 0.5 to 15.5 sixteenths of what is kept, each once in 16
-// neighbours of a row or of a column, in an order that spreads them evenly in parts of those too.
-// dither(a ^ b) = dither(a) ^ dither(b).
-__device__ __forceinline__ constexpr unsigned dither(unsigned place) {
-  return (place & 1) << 15 | (place & 2) << 13 | (place & 4) << 11 | (place & 8) << 9;
+// What is added to a number of a matrix before its lower 16 bits are cut off: dither of its column,
+// ^ that of its row, + kHalfStep, from 0.5 to 15.5 sixteenths of what is kept, each once in 16
+// neighbours of a row, of a column or of the diagonal, in an order that spreads them evenly in
+// parts of those too. dither(a ^ b) = dither(a) ^ dither(b).
+__device__ __forceinline__ constexpr unsigned dither(unsigned col) {
+  return (col & 1) << 15 | (col & 2) << 13 | (col & 4) << 11 | (col & 8) << 9;
+}
+// Times x in the field of 16 elements where x^4 = x + 1, so that a row differs from the column of
+// the same number; and each of four blocks of 16 rows from the others.
+__device__ __forceinline__ constexpr unsigned dither_row(unsigned row) {
+  return dither(row << 1) ^ (row & 8 ? dither(3) : 0) ^ dither(row >> 4 & 3);
 }
 constexpr unsigned kHalfStep = 0x800;
 

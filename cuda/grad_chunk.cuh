@@ -85,7 +85,8 @@ struct HeldRows {
   }
   template <class F, int kLength, Rows kHow>
   __device__ __forceinline__ void store(typename F::Number* to, const float* weights) const {
-    const unsigned first = dither(threadIdx.x / kAcross) ^ dither(threadIdx.x % kAcross * kStep);
+    const unsigned first =
+        dither_row(threadIdx.x / kAcross) ^ dither(threadIdx.x % kAcross * kStep) ^ kHalfStep;
 #pragma unroll
     for (int i = 0; i < kRuns; i++) {
       const int e = threadIdx.x + i * kThreads, row = e / kAcross, at = e % kAcross * kStep;
@@ -100,7 +101,7 @@ struct HeldRows {
           if (kHow == kWeighed) y[j] = weighed(weights[row], y[j]);
         }
         F::template store<kLength, kHow == kWeighed, kHow != kStates>(
-            to, row, at, y, first ^ dither(i * kThreads / kAcross) ^ kHalfStep);
+            to, row, at, y, first ^ dither_row(i * kThreads / kAcross));
       }
     }
   }

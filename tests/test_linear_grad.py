@@ -206,6 +206,24 @@ def test_errors_of_constants_do_not_add_up(number, case, gate, beta, kernels):
     verify_grad(case, x, run_on_host(kernels, case, x), f"{number} gate {gate} beta {beta}")
 
 
+@needs_compiler
+@pytest.mark.parametrize("pattern", ["diagonal", "period of 16"])
+def test_errors_of_patterns_do_not_add_up(pattern, rng):
+    """Keys and queries of one number each, or tokens that come again and again."""
+    case = Case("float32", 64, 64, T=256, H=1, Hq=1)
+    kernels = simt.Kernels(SOURCE, case.expressions)
+    for number in (1.003, 1.0039, 1.1, 1 / 3, 0.7):
+        for gate in (1.0, 0.9):
+            x = constant(case, number, gate, 1.0, Family("numpy"))
+            for name in ("q", "k", "v", "dy"):
+                if pattern == "period of 16":
+                    few = rng.standard_normal((1, 16, 1, 64)).astype(case.dtype)
+                    x[name] = np.tile(few, (1, case.T // 16, 1, 1))
+                elif name in "qk":
+                    x[name][0, :, 0] *= np.tile(np.eye(64, dtype=case.dtype), (4, 1))
+            verify_grad(case, x, run_on_host(kernels, case, x), f"{pattern} {number} gate {gate}")
+
+
 STEPS = [
     (name, i)
     for name, least in (("grad_states.cuh", 2), ("linear_grad.cu", 6))
