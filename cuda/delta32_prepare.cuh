@@ -10,7 +10,8 @@
 
 constexpr int kPreparers = 4;  // warps
 
-// Overflow and what came of it as a large number: NaN of an input shows in products elsewhere.
+// Overflow and what came of it as a large number. NaN of gates and betas shows in products
+// elsewhere.
 __device__ __forceinline__ float tame(float x) { return fminf(fmaxf(x, -kLargest), kLargest); }
 
 constexpr int kInverseRow = 40;  // floats, so that pairs of four rows fall into different banks
@@ -176,6 +177,7 @@ struct Preparer {
     const int tile = of_keys ? unit : unit - kKeyTiles;
     const Columns<kRow> columns(x, 2 * tile, lane);
     float d[2][2][4] = {};
+    bool finite = true;  // as given
 #pragma unroll
     for (int block = 0; block < 2; block++) {
       Four<kProducts> right[2];
@@ -186,6 +188,7 @@ struct Preparer {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float weight = decay.from_start[block * kBlock + col(i / 2, i)];
+          if (kWild) xt[i] = nan_if_infinite(xt[i]), finite = finite && xt[i] == xt[i];
           xt[i] = times<kWild>(xt[i], of_keys ? -weight : 1.f);
         }
         right[n].set_right(xt);
@@ -194,14 +197,14 @@ struct Preparer {
       for (int m = block; m < 2; m++) add_products(d[m], left[block + m], right, 0);
     }
     if (of_keys)
-      put_writes<kWild>(writes, d, tile);
+      put_writes(writes, d, tile, kWild && __all_sync(0xffffffffu, finite));
     else
       put_values(v, d, tile);
   }
 
   // Four numbers side by side that the warps of the state multiply at once.
-  template <bool kWild>
-  __device__ __forceinline__ void put_writes(float* to, const float (&d)[2][2][4], int tile) const {
+  __device__ __forceinline__ void put_writes(float* to, const float (&d)[2][2][4], int tile,
+                                             bool tamed) const {
     const int origin = place<kKeyRow>(lane / 4, tile * 16 + lane % 4 * 4);
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -211,7 +214,7 @@ struct Preparer {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           x[i] = d[m][i / 2][2 * half + i % 2];
-          if (kWild) x[i] = tame(x[i]);
+          if (tamed) x[i] = tame(x[i]);
         }
         *reinterpret_cast<float4*>(to + origin + (m * kBlock + half * 8) * kKeyRow) = {x[0], x[1],
                                                                                        x[2], x[3]};

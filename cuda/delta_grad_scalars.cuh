@@ -11,7 +11,8 @@ __device__ __forceinline__ void put_betas(const CallArgs& a, const GradArgs& g,
                                           const TokenSums& sums) {
   const int j = threadIdx.x;
   if (j >= chunk.tokens) return;
-  float d = times<true>(decay.to_end[j], sums.last[0][j] + sums.last[1][j]);
+  const float last = nan_if_infinite(sums.last[0][j] + sums.last[1][j]);
+  float d = times<true>(decay.to_end[j], last);
 #pragma unroll 1
   for (int w = j / kBlock; w < kBlocks; w++) d += sums.columns[w][j] + sums.columns[kBlocks + w][j];
   // of de_j = beta_j w_j the sum is made already, with less to cancel
