@@ -60,15 +60,15 @@ __device__ __forceinline__ float sample(const CallArgs& a, const GradArgs& g,
   return lane < 24 && g.dy ? *head_rows(g.dy, g.dy_stride, chunk.b, t, h) : 0.f;
 }
 
-// Whether two of q, v and dy seem to be nearly the same at most tokens, but for signs, or just the
-// same at half of them: products of the same numbers err alike, where planes do not hold them.
+// Whether two of q, v and dy seem to be nearly the same at most tokens, or just the same at two,
+// but for signs: products of the same numbers err alike, where planes do not hold them.
 __device__ __forceinline__ bool seem_constant(float x, int tokens, int lane) {
   const unsigned own = 0xffu << (lane & 24);  // lanes of one array
   const float size = fabsf(x), first = __shfl_sync(0xffffffffu, size, lane & 24);
   const unsigned near = __ballot_sync(0xffffffffu, fabsf(size - first) < .125f * first);
   const unsigned bits = __float_as_uint(size), same = __match_any_sync(0xffffffffu, bits);
-  const int most = min(tokens, 8), equal = (bits & 0xff) != 0 ? __popc(same & own) : 0;
-  const bool alike = 8 * __popc(near & own) > 5 * most || (equal > 1 && 8 * equal > 3 * most);
+  const bool again = (bits & 0xff) != 0 && __popc(same & own) > 1;
+  const bool alike = again || 8 * __popc(near & own) > 5 * min(tokens, 8);
   const unsigned arrays = __ballot_sync(0xffffffffu, alike);
   return ((arrays & 0xff) != 0) + ((arrays & 0xff00) != 0) + ((arrays & 0xff0000) != 0) > 1;
 }
