@@ -17,15 +17,17 @@
 
 // What is added to a number of a matrix before its lower 16 bits are cut off: dither of its column,
 // ^ that of its row, + kHalfStep, from 0.5 to 15.5 sixteenths of what is kept, each once in 16
-// neighbours of a row, of a column or of the diagonal, in an order that spreads them evenly in
-// parts of those too. dither(a ^ b) = dither(a) ^ dither(b).
+// neighbours of a row, of a column or of the diagonal. Parts of those get as much above a half as
+// below it, two neighbours and every second or fourth one too: each bit comes from several of a
+// place. dither(a ^ b) = dither(a) ^ dither(b).
 __device__ __forceinline__ constexpr unsigned dither(unsigned col) {
-  return (col & 1) << 15 | (col & 2) << 13 | (col & 4) << 11 | (col & 8) << 9;
+  return ((col & 1) * 15 ^ (col >> 1 & 1) * 14 ^ (col >> 2 & 1) * 13 ^ (col >> 3 & 1) * 11) << 12;
 }
-// Times x in the field of 16 elements where x^4 = x + 1, so that a row differs from the column of
-// the same number; and each of four blocks of 16 rows from the others.
+// Each of four blocks of 16 rows differs from the others.
 __device__ __forceinline__ constexpr unsigned dither_row(unsigned row) {
-  return dither(row << 1) ^ (row & 8 ? dither(3) : 0) ^ dither(row >> 4 & 3);
+  return ((row & 1) * 14 ^ (row >> 1 & 1) * 13 ^ (row >> 2 & 1) * 7 ^ (row >> 3 & 1) * 15 ^
+          (row >> 4 & 1) * 15 ^ (row >> 5 & 1) * 6)
+         << 12;
 }
 constexpr unsigned kHalfStep = 0x800;
 

@@ -207,9 +207,9 @@ def test_errors_of_constants_do_not_add_up(number, case, gate, beta, kernels):
 
 
 @needs_compiler
-@pytest.mark.parametrize("pattern", ["diagonal", "period of 16"])
+@pytest.mark.parametrize("pattern", ["diagonal", "period of 16", "every other column"])
 def test_errors_of_patterns_do_not_add_up(pattern, rng):
-    """Keys and queries of one number each, or tokens that come again and again."""
+    """Keys and queries of one number each, tokens that come again, columns of one number."""
     case = Case("float32", 64, 64, T=256, H=1, Hq=1)
     kernels = simt.Kernels(SOURCE, case.expressions)
     for number in (1.003, 1.0039, 1.1, 1 / 3, 0.7):
@@ -219,6 +219,8 @@ def test_errors_of_patterns_do_not_add_up(pattern, rng):
                 if pattern == "period of 16":
                     few = rng.standard_normal((1, 16, 1, 64)).astype(case.dtype)
                     x[name] = np.tile(few, (1, case.T // 16, 1, 1))
+                elif pattern == "every other column":
+                    x[name][..., ::2] = rng.standard_normal((1, case.T, 1, 32))
                 elif name in "qk":
                     x[name][0, :, 0] *= np.tile(np.eye(64, dtype=case.dtype), (4, 1))
             verify_grad(case, x, run_on_host(kernels, case, x), f"{pattern} {number} gate {gate}")
