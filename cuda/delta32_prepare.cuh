@@ -177,7 +177,7 @@ struct Preparer {
     const int tile = of_keys ? unit : unit - kKeyTiles;
     const Columns<kRow> columns(x, 2 * tile, lane);
     float d[2][2][4] = {};
-    bool finite = true;  // as given
+    bool finite = true;  // asked for if kWild
 #pragma unroll
     for (int block = 0; block < 2; block++) {
       Four<kProducts> right[2];
@@ -188,7 +188,8 @@ struct Preparer {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const float weight = decay.from_start[block * kBlock + col(i / 2, i)];
-          if (kWild) xt[i] = nan_if_infinite(xt[i]), finite = finite && xt[i] == xt[i];
+          xt[i] = given<kWild>(xt[i]);
+          finite = finite && xt[i] == xt[i];
           xt[i] = times<kWild>(xt[i], of_keys ? -weight : 1.f);
         }
         right[n].set_right(xt);

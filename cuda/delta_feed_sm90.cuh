@@ -359,6 +359,6 @@ struct Fetched {
     float x = __uint_as_float(kind % 2 ? bits << 16 : bits);
     if (kind >= kLogOfInputs) x = exp(x);
     if (!real || kind == kAbsent) x = !real && beta ? 0.f : 1.f;
-    return beta ? x : x + (x - x);  // NaN where infinite: decays are kept from overflow
+    return beta ? x : nan_if_infinite(x);
   }
 };

@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(StatesShape<In, K, kCols, kWide>::kThreads,
             given && row < K && col < cols
                 ? given[n * stride[0] + h * stride[1] + row * stride[2] + (col0 + col) * stride[3]]
                 : 0.f;
+        // where it goes through no chunk it stays as it is, denormal numbers too
         if (chunks > 0) x[m][t][i] = nan_if_infinite(x[m][t][i]);
       }
   if constexpr (!S::kCopied) {

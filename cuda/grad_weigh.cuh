@@ -98,6 +98,7 @@ __device__ __forceinline__ float2 weigh_own(float (&x)[2][4], float (&y)[2][4], 
       // above the diagonal a product may be anything, NaN too: it is not multiplied away
       const float scaled = i >= j ? weighed(scale, x[n][e]) : 0.f;
       const float other = i >= j ? nan_if_infinite(y[n][e]) : 0.f;
+      // 0 there as well; read where it counts only, it takes fewer registers
       const float weight = i >= j ? gates[i * kGateRow + j] : 0.f, beta = e < 2 ? low : high;
       a[n][e] = bounded(beta * scaled * other);
       sum[e / 2] += weight * scaled * other;

@@ -67,8 +67,9 @@ template <bool kWild>
 __device__ __forceinline__ float kept(float x) {
   return kWild ? bounded(x) : x;
 }
+// weight x. It is bounded later if kWild: then NaN where x is infinite.
 template <bool kWild>
-__device__ __forceinline__ float put(float weight, float x) {
+__device__ __forceinline__ float times_given(float weight, float x) {
   return kWild ? weighed(weight, x) : weight * x;
 }
 
@@ -108,8 +109,8 @@ struct RowWeights {
           const float w0 = c == r ? kept<kWild>(diagonal[2 * n]) : times<kWild>(w, col.x);
           const float w1 = c == r ? kept<kWild>(diagonal[2 * n + 1]) : times<kWild>(w, col.y);
           const int at = i + low * 8 + (r - c) * kBlock, to = half * 8 + j;  // columns up to row
-          const float low0 = to <= at ? put<kWild>(w0, x[0]) : 0.f;
-          const float high0 = to + 1 <= at ? put<kWild>(w1, x[1]) : 0.f;
+          const float low0 = to <= at ? times_given<kWild>(w0, x[0]) : 0.f;
+          const float high0 = to + 1 <= at ? times_given<kWild>(w1, x[1]) : 0.f;
           p[c][n] = kWild ? pack_bounded(low0, high0) : pack_bfloat16(low0, high0);
         }
       }

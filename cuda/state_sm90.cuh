@@ -94,11 +94,10 @@ struct State {
     if (__builtin_expect(wild, 0)) {
 #pragma unroll
       for (int j = 0; j < kBlocks; j++) {
-        unsigned given[4];
-        ldmatrix_x4<true>(given, shared.stages[ahead.slot] + afresh(own) + j * kBlock * 64);
+        unsigned raw[4];
+        ldmatrix_x4<true>(raw, shared.stages[ahead.slot] + afresh(own) + j * kBlock * 64);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          kt[j][i] = nan_if_infinite_pair(bounded_pair(kt[j][i]), given[i]);
+        for (int i = 0; i < 4; i++) kt[j][i] = nan_if_infinite_pair(bounded_pair(kt[j][i]), raw[i]);
       }
     }
     all = decay.whole;
