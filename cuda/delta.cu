@@ -179,8 +179,10 @@ __global__ void __launch_bounds__(Shape<K, V, kBlockCols, kStages>::kThreads, 1)
     const int tail = static_cast<int>((stop - start - 1) % kChunk) + 1;  // tokens of the last chunk
     unsigned short* to = y + start * a.y_stride[1] + own0;
     __syncthreads();
+    if (chunks > 0) pass_by_inverters<kNormalise>();
     for (int c = 0; c < chunks; c++, to += kChunk * a.y_stride[1]) {
       __syncthreads();
+      if (c + 1 < chunks) pass_by_inverters<kNormalise>();
       unsigned short* const q = shared + c % kStages * S::kStage;
       unsigned short* const k = q + S::kQuery;
       unsigned short* const v = k + S::kQuery + own0;

@@ -62,7 +62,7 @@ struct ChunkCopier {
     for (int i = 0; i < chunks; i++) {
       cp_async_wait<kStages - 2>();
       __syncthreads();
-      if (S::kParts > 1) meet_beside_pairs();
+      if (S::kParts > 1) meet_beside();
       fetch(i + kStages - 1);
     }
   }

@@ -164,7 +164,7 @@ struct Walker {
       const float (&four)[4] = x[i / 2][i % 2];
       own[i * 32] = {four[0], four[1], four[2], four[3]};
     }
-    meet_in_pairs(barrier);
+    meet_apart<2>(barrier);
 #pragma unroll
     for (int i = 0; i < 2 * kBlocks; i++) {
       const float4 more = other[i * 32];

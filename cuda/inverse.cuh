@@ -7,6 +7,7 @@
 #pragma once
 #include "decay.cuh"
 #include "fragments.cuh"
+#include "meet.cuh"
 
 constexpr int kLowerBlocks = kBlocks * (kBlocks + 1) / 2;  // on and below the diagonal
 constexpr int kInverters = kBlocks;                        // warps
@@ -76,6 +77,13 @@ __device__ __forceinline__ float tame(float x) {
   return x <= kLargest ? (x >= -kLargest ? x : -kLargest) : kLargest;
 }
 
+// By each warp that makes no tables, for every chunk of which others make them.
+template <bool kNormalise>
+__device__ __forceinline__ void pass_by_inverters() {
+  meet_beside();
+  if (kNormalise) meet_beside();
+}
+
 // Row r of the blocks of a chunk. S gives the lengths of rows in shared memory.
 template <class S, int r, bool kNormalise>
 struct BlockRow {
@@ -86,7 +94,7 @@ struct BlockRow {
                                        const unsigned short* q, const unsigned short* k,
                                        const Weights& weights) {
     multiply_rows(tables, q, k);
-    if (kNormalise) sync_threads<32 * kInverters>(kInverseBarrier);
+    if (kNormalise) meet_apart<kInverters>(kInverseBarrier);
     if (weights.decay.wild)
       weigh<true>(tables, weights);
     else
@@ -102,7 +110,7 @@ struct BlockRow {
       a.set(kk[c]);
       put(bench, c, a);
     }
-    sync_threads<32 * kInverters>(kInverseBarrier);
+    meet_apart<kInverters>(kInverseBarrier);
     if (__builtin_expect(tables.same(weights.decay.wild), 0)) {
 #pragma unroll
       for (int c = 0; c <= r; c++)

@@ -26,6 +26,7 @@ from posed import (
     random_inputs,
     verify,
     verify_in_every_order,
+    where_every_lane_arrives,
 )
 from wild import WILD, wild_inputs
 
@@ -113,6 +114,15 @@ def test_no_race_and_no_stray_access(case, kernels, rng):
     verify(case, x, y, state, "checked")
 
 
+@needs_compiler
+@pytest.mark.parametrize("unit", [False, True])
+def test_every_lane_may_arrive(unit, tmp_path, rng):
+    case = Case(72, 24, T=200, options={"qk_l2norm": unit})
+    kernels = simt.Kernels(where_every_lane_arrives(tmp_path) / "delta.cu", [case.expression])
+    x = random_inputs(case, rng, Family("numpy"))
+    verify(case, x, *run_on_host(kernels, case, x, check=True), "every lane")
+
+
 PLANTS = [
     *[("delta.cu", "__syncthreads();", ";", i) for i in range(4)],
     *[("delta.cu", "__syncwarp();", ";", i) for i in range(2)],
@@ -120,7 +130,7 @@ PLANTS = [
     ("delta.cu", "cp_async_wait<kStages - 3>();", ";", 0),
     ("delta_tiles.cuh", "__syncwarp();", ";", 0),
     *[("inverse.cuh", "__syncwarp();", ";", i) for i in range(3)],
-    *[("inverse.cuh", "sync_threads<32 * kInverters>(", "(void)(", i) for i in range(2)],
+    *[("inverse.cuh", "meet_apart<kInverters>(", "(void)(", i) for i in range(2)],
 ]
 
 

@@ -415,7 +415,7 @@ def test_a_gate_that_is_not_finite_shows(bad, dtype, rng):
 
 
 WAITS = re.compile(
-    r"__syncthreads\(\);|__syncwarp\(\);|sync_threads<64>\(barrier\);|meet_in_pairs\(barrier\);|"
+    r"__syncthreads\(\);|__syncwarp\(\);|sync_threads<64>\(barrier\);|meet_apart<2>\(barrier\);|"
     r"cp_async_wait<[^>]*>\(\);"
 )
 
