@@ -52,9 +52,9 @@ def test_S01_strides_are_followed(family, rule, dtype, rng):
     assert {n: bits(host(x)) for n, x in parents.items()} == before
 
 
-def guarded(family, x, dtype):
+def guarded(family, x, dtype, guard=GUARD):
     """``x`` inside a larger array of huge values, and that array."""
-    parent = np.full([n + 2 for n in x.shape], GUARD if dtype != "float16" else 6e4)
+    parent = np.full([n + 2 for n in x.shape], guard if dtype != "float16" else 6e4)
     inside = (slice(1, -1),) * x.ndim
     parent[inside] = x
     parent = family.array(parent, dtype)
@@ -155,10 +155,12 @@ def test_H01_heads_that_fill_no_tile(backend, rule, K, V, dtype, rng):
     around = host(parent).copy()
     around[1:-1, 1:-1, 1:-1, 1:-1] = around[0, 0, 0, 0]
     assert (around == around[0, 0, 0, 0]).all(), "written beside out"
-    plain = {
-        n: backend.array(host(x), dtype if n in "qkv" else "float32") for n, x in views.items()
-    }
-    assert equal(FUNCTIONS[rule](**plain, return_state=True), (y, state))
+    kinds = {n: dtype if n in "qkv" else "float32" for n in views}
+    other = {n: guarded(backend, host(x), kinds[n], np.nan)[0] for n, x in views.items()}
+    out, _ = guarded(backend, np.zeros((1, T, H, V)), dtype)
+    assert equal(FUNCTIONS[rule](**other, return_state=True, out=out), (y, state))
+    plain = {n: backend.array(host(x), kinds[n]) for n, x in views.items()}
+    check(rule, FUNCTIONS[rule], plain, dtype)
 
 
 @RULES

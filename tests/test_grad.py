@@ -451,13 +451,15 @@ def test_gradients_of_packed_sequences_are_their_own(backend, rule, ends, rng, s
     arrays = backend.arrays(x, "float32")
     got = FUNCTION[rule](dy, **arrays, dstate=dstate, cu_seqlens=ends)
     states = arrays.pop("initial_state")
+    # a GPU may take another kernel for a sequence of this length alone
+    tolerance = accuracy.GRADIENT_TOLERANCE["float32"] if backend.on_gpu else 5e-6
     for n, (a, b) in enumerate(itertools.pairwise(ends)):
         one = {name: value[:, a:b] for name, value in arrays.items()}
         rows = slice(n, n + 1)
         alone = FUNCTION[rule](dy[:, a:b], **one, initial_state=states[rows], dstate=dstate[rows])
         for name, x_, y_ in zip(got._fields, got, alone, strict=True):
             part = x_[rows] if name == "initial_state" else x_[:, a:b]
-            assert_close(part, host(y_), 5e-6, f"sequence {n} {name}")
+            assert_close(part, host(y_), tolerance, f"sequence {n} {name}")
 
 
 # --- refusals
