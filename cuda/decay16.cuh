@@ -27,10 +27,12 @@ struct alignas(16) Decay {
 };
 
 // Decays of two chunks by one warp: each half of it brings a chunk's tokens, one a lane, and says
-// where decays go. Past the last token: gate 1, beta 0.
-__device__ __forceinline__ bool grows(double gate) {
-  if (!__any_sync(0xffffffffu, fabs(gate) > 1)) return false;
+// where decays go. Past the last token: gate 1, beta 0. A write multiplies what the state has of
+// its key, if that is of unit length, with `growth` at most.
+__device__ __forceinline__ bool grows(double gate, float growth) {
+  if (!__any_sync(0xffffffffu, fabs(gate) > 1 || growth > 1)) return false;
   double peak = fabs(gate) > 1 ? fabs(gate) : 1.0;  // a gate of NaN counts as 1
+  if (growth > 1) peak *= growth;
 #pragma unroll
   for (int step = 1; step < kChunk; step *= 2) peak *= __shfl_xor_sync(0xffffffffu, peak, step);
   return peak > kWildProduct;

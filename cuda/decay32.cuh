@@ -27,13 +27,15 @@ struct alignas(16) Decay {
   int wild;                                 // whether products of gates may pass 2^60
   int padding;
 
-  // By one warp; lane l brings token l. Past the last token: gate 1, beta 0.
-  __device__ __forceinline__ void fill(int lane, double gate, float beta) {
+  // By one warp; lane l brings token l. Past the last token: gate 1, beta 0. A write multiplies
+  // what the state has of its key, if that is of unit length, with `growth` at most.
+  __device__ __forceinline__ void fill(int lane, double gate, float beta, float growth = 1) {
     gate = nan_if_infinite(gate);
     beta = nan_if_infinite(beta);
     bool grows = false;
-    if (__any_sync(0xffffffffu, fabs(gate) > 1)) {
+    if (__any_sync(0xffffffffu, fabs(gate) > 1 || growth > 1)) {
       double peak = fabs(gate) > 1 ? fabs(gate) : 1.0;  // a gate of NaN counts as 1
+      if (growth > 1) peak *= growth;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) peak *= __shfl_xor_sync(0xffffffffu, peak, step);
       grows = peak > kWildProduct;

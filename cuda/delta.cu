@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Shape<K, V, kBlockCols, kStages>::kThreads, 1)
       unsigned short* const v = k + S::kQuery + own0;
       const ChunkTables& chunk = tables.chunk[c % 2];
       const Weights& weights = tables.weights[c % kWeights];
-      if (kAlwaysExact<K> || chunk.strained())
+      if (kAlwaysExact<K> || chunk.strained() || weights.decay.wild)
         state.template step<true>(q, k, v, chunk, weights, scale, lane);
       else
         state.template step<kAlwaysExact<K>>(q, k, v, chunk, weights, scale, lane);

@@ -36,7 +36,7 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
       b = nan_if_infinite(beta.template value<float>(a.beta_kind));
     }
     fetch(t + kStep);
-    const bool wild = grows(g);
+    const bool wild = grows(g, fabsf(1 - b));
 #pragma unroll
     for (int i = 0; i < 2; i++) shared.free[stage.slot + i].wait(stage.parity ^ 1);
     Decay& to = shared.decays[stage.slot + lane / kChunk];

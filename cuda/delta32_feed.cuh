@@ -31,7 +31,7 @@ __device__ __forceinline__ void make_decays(const CallArgs& a, Shared<S>& shared
     }
     fetch(t + kChunk);
     shared.free[stage.slot].wait(stage.parity ^ 1);
-    shared.decays[stage.slot].fill(lane, g, b);
+    shared.decays[stage.slot].fill(lane, g, b, fabsf(1 - b));
     arrive(shared.made[stage.slot], lane);
   }
 }

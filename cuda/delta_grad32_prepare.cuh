@@ -18,14 +18,16 @@ constexpr float kMostErrors = 12;
 constexpr float kMostOfOne = .25f;
 // Of what a chunk leaves of a state, above which errors of many chunks add up.
 constexpr float kLasting = .5f;
+// Sums of squares of A up to this leave all of the inverse far from overflow.
+constexpr float kMostGrowth = 4096;
 // So many betas past so much turn states about, and damp no errors.
 constexpr int kMostTurns = 4;
 constexpr float kTurns = 1.9f;
 
 // Sums over the keys of a block of tokens: of squares of products with keys before them, not
-// decayed, and of their own squares.
+// decayed, of their own squares, and of squares of A.
 struct KeySums {
-  float products, lengths;
+  float products, lengths, errors;
 };
 
 template <int K>
@@ -74,7 +76,7 @@ __device__ __forceinline__ bool seem_constant(float x, int tokens, int lane) {
 }
 
 // A of a chunk that damps no errors, A_ij at i (i - 1) / 2 + j. A key that comes again and again
-// makes the same error each time, so that it is in double.
+// makes the same error each time, so that it is in double; and nothing of it overflows there.
 template <int kCols, int kRow>
 __device__ __forceinline__ void put_errors(double* to, const float* k, const float* products,
                                            const ChunkWeights& weights, int thread) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ void invert_exactly(float* to, const double* errors, 
 #pragma unroll 4
     for (int j = 0; j < i; j++)
       sum -= errors[i * (i - 1) / 2 + j] * static_cast<double>(to[j * kPairRow + lane]);
-    to[i * kPairRow + lane] = static_cast<float>(sum);
+    to[i * kPairRow + lane] = bounded(static_cast<float>(sum));
   }
 }
 
@@ -202,6 +204,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
   __syncthreads();
   const float scale = of_k ? 1.f : static_cast<float>(a.scale);
   float* const pairs = of_k ? errors : scores;
+  const float beta = weights.beta[lane];
+  const bool wide =
+      __any_sync(0xffffffffu, !(beta >= 0 && beta <= 1) || !(fabsf(weights.gate[lane]) <= 1));
 #pragma unroll
   for (int c = 0; c < kBlocks; c++) {
     if (c > r) continue;
@@ -216,7 +221,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
         const float x = sum[c][i / 4][i % 4 + side], decay = products[at * kPairRow + j];
         const bool real = j + of_k <= at;
         const float key = real ? decay * x : 0.f;
-        out[side] = real ? decay * weights.beta[j] * scale * x : 0.f;
+        float weight = decay * weights.beta[j];
+        if (wide) weight = bounded(weight);
+        weight *= scale;
+        out[side] = real ? (wide ? bounded(weighed(bounded(weight), x)) : weight * x) : 0.f;
         alike += key * key;
         if (real) keys.products += x * x;
         if (j == at) keys.lengths += x;
@@ -233,10 +241,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
       keys.products += __shfl_xor_sync(0xffffffffu, keys.products, step);
       keys.lengths += __shfl_xor_sync(0xffffffffu, keys.lengths, step);
     }
-    const float beta = weights.beta[lane];
-    const bool wide = !(beta >= 0 && beta <= 1) || !(fabsf(weights.gate[lane]) <= 1);
-    const bool stays = __any_sync(0xffffffffu, wide) || fabsf(weights.whole) > kLasting ||
-                       seem_constant(sampled, chunk.tokens, lane);
+    const bool stays =
+        wide || fabsf(weights.whole) > kLasting || seem_constant(sampled, chunk.tokens, lane);
+    keys.errors = squares;
     if (lane == 0) key_sums[r] = keys;
     if (lane == 0)
       weights.strain[r] = stays ? 2.f : fmaxf(alike / kMostAlike<K>, squares / kMostErrors);
@@ -245,7 +252,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 7)
   const bool strained =
       !(weights.strain[0] + weights.strain[1] <= 1) || much_alike(key_sums, chunk.tokens);
   double* const exact = reinterpret_cast<double*>(errors);
-  const bool exactly = __popc(__ballot_sync(0xffffffffu, weights.beta[lane] > kTurns)) > kMostTurns;
+  const bool exactly =
+      __popc(__ballot_sync(0xffffffffu, weights.beta[lane] > kTurns)) > kMostTurns ||
+      key_sums[0].errors + key_sums[1].errors > kMostGrowth;
   if (exactly) {
     put_errors<S::kRowTiles * 16, S::kKeyRow>(exact, k, products, weights, threadIdx.x);
     __syncthreads();

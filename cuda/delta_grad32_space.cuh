@@ -1,6 +1,7 @@
 // What the three kernels of delta_grad32.cu leave in global memory for each other, and what they
 // share.
 #pragma once
+#include "bounded.cuh"
 #include "grad.cuh"
 #include "slots.cuh"
 #include "split_rows.cuh"
@@ -87,11 +88,6 @@ __device__ __forceinline__ void copy_pairs(float* to, const float* from, int thr
   }
 }
 
-// A product that overflows is kept at the largest number of bfloat16, as in decay32.cuh.
-__device__ __forceinline__ float bounded(float x) {
-  return x > 3.3895314e38f ? 3.3895314e38f : (x < -3.3895314e38f ? -3.3895314e38f : x);
-}
-
 // Gate and beta of a token a lane as they are stored; past the last token gate 1, beta 0.
 struct Stored {
   Scalar<float> gate, beta;
@@ -110,19 +106,25 @@ struct Stored {
 };
 
 // Weights of a chunk by one warp, a token a lane; products of all gates are made in double, since
-// equal gates make equal roundings.
+// equal gates make equal roundings, and once more where they pass even its range.
 __device__ __forceinline__ void weigh(ChunkWeights& to, const CallArgs& a, const Stored& stored,
                                       int lane) {
-  const double given = stored.real ? stored.gate.value<double>(a.gate_kind) : 1;
-  const double gate = given + (given - given);  // NaN where infinite
-  const float beta = stored.real ? stored.beta.value<float>(a.beta_kind) : 0;
-  double head = gate, tail = gate;  // of gates up to, and from, this lane's
+  const double gate = stored.real ? nan_if_infinite(stored.gate.value<double>(a.gate_kind)) : 1;
+  const float beta = stored.real ? nan_if_infinite(stored.beta.value<float>(a.beta_kind)) : 0;
+  double head, tail;  // of gates up to, and from, this lane's
 #pragma unroll 1
-  for (int step = 1; step < 32; step *= 2) {
-    const double before = __shfl_up_sync(0xffffffffu, head, step);
-    const double after = __shfl_down_sync(0xffffffffu, tail, step);
-    if (lane >= step) head *= before;
-    if (lane + step < 32) tail *= after;
+  for (bool wild = false;; wild = true) {
+    head = tail = gate;
+#pragma unroll 1
+    for (int step = 1; step < 32; step *= 2) {
+      const double before = __shfl_up_sync(0xffffffffu, head, step);
+      const double after = __shfl_down_sync(0xffffffffu, tail, step);
+      if (lane >= step) head *= before;
+      if (lane + step < 32) tail *= after;
+      if (wild) head = bounded(head), tail = bounded(tail);
+    }
+    const bool finite = head - head == 0 && tail - tail == 0;
+    if (wild || __all_sync(0xffffffffu, finite)) break;
   }
   const double after = __shfl_down_sync(0xffffffffu, tail, 1);
   to.from_start[lane] = bounded(static_cast<float>(head));

@@ -94,9 +94,10 @@ struct TokenGradients {
       for (int i = 0; i < 8; i++) {
         const int t = row(i);
         const float start = sums.weights.from_start[t];
+        const float end = bounded(sums.weights.to_end[t] * sums.weights.beta[t]);
         float &x = dq[m][i / 4][i % 4], &y = dk[m][i / 4][i % 4];
-        x *= scale * start;
-        y = sums.weights.to_end[t] * sums.weights.beta[t] * ge[m][i / 4][i % 4] - start * y;
+        x *= bounded(scale * start);
+        y = end * ge[m][i / 4][i % 4] - start * y;
       }
     });
     put_inner(sums.last, last);
@@ -148,7 +149,10 @@ struct TokenGradients {
           term *= with;
           column += w * term;
           term *= beta;
-          with *= w * beta;
+          if (kStrained)
+            with = bounded(with * bounded(w * beta));
+          else
+            with *= w * beta;
         } else {
           term = with = 0;
         }

@@ -79,9 +79,11 @@ struct Walker {
     for (int b = 0; b < kBlocks; b++) {
       float wrote[2][4];
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        wrote[i / 4][i % 4] =
-            weights.to_end[token(b, i)] * weights.beta[token(b, i)] * e[b][i / 4][i % 4];
+      for (int i = 0; i < 8; i++) {
+        const int t = token(b, i);
+        wrote[i / 4][i % 4] = kept<kStrained>(kept<kStrained>(weights.to_end[t] * weights.beta[t]) *
+                                              e[b][i / 4][i % 4]);
+      }
       F left;
       left.set(wrote);
       add_rows(added[b], left, k + b * kBlock * S::kKeyRow);
@@ -117,8 +119,9 @@ struct Walker {
     for (int b = 0; b < kBlocks; b++)
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        sum[b][i / 4][i % 4] = fmaf(weights.to_end[token(b, i)] * weights.beta[token(b, i)],
-                                    sum[b][i / 4][i % 4], given[b][i / 4][i % 4]);
+        sum[b][i / 4][i % 4] =
+            fmaf(kept<kStrained>(weights.to_end[token(b, i)] * weights.beta[token(b, i)]),
+                 sum[b][i / 4][i % 4], given[b][i / 4][i % 4]);
     combine(sum);
     const float up = lift(weights.from_start[0]);
     Tiles added[2] = {};  // by reads of q, which wait for nothing, and of k
@@ -129,7 +132,9 @@ struct Walker {
         float y[2][4];
         load_sum_transposed(y, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
 #pragma unroll
-        for (int i = 0; i < 8; i++) y[i / 4][i % 4] *= up * scale * weights.from_start[token(b, i)];
+        for (int i = 0; i < 8; i++)
+          y[i / 4][i % 4] =
+              bounded(bounded(up * scale * weights.from_start[token(b, i)]) * y[i / 4][i % 4]);
         left.set(y);
       } else {
         load_left_transposed(left, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
@@ -152,12 +157,12 @@ struct Walker {
       float missed[2][4];
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        missed[i / 4][i % 4] = -up * weights.from_start[token(b, i)] * de[b][i / 4][i % 4];
+        missed[i / 4][i % 4] = weights.from_start[token(b, i)] * (-up * de[b][i / 4][i % 4]);
       F left;
       left.set(missed);
       add_rows(added[1], left, k + b * kBlock * S::kKeyRow);
     }
-    advance(added, up * weights.whole);
+    advance(added, bounded(up * weights.whole));
     if (up != 1) each([=](float& s, int, int) { s = exact_product(1 / up, s); });
   }
 
@@ -177,6 +182,12 @@ struct Walker {
 
  private:
   using Tiles = float[S::kOwnTiles][2][4];
+
+  // x, kept from overflow where products of gates may overflow.
+  template <bool kStrained>
+  static __device__ __forceinline__ float kept(float x) {
+    return kStrained ? bounded(x) : x;
+  }
 
   static __device__ __forceinline__ void add(float (&d)[2][4], const float (&x)[2][4]) {
 #pragma unroll

@@ -54,13 +54,20 @@ struct Pairs : TokenWarp {
           score *= with;
           columns[tile][i % 2] += w[tile][i] * score;
           score *= beta;
-          with *= w[tile][i] * beta;
         }
         columns[tile][0] *= sign, columns[tile][1] *= sign;
       }
       put_columns(c, columns);
       pack_left(terms[c], scores[c]);
-      pack_left(weights[c], agree[c]);
+      unsigned given[4];
+      pack_left(given, agree[c]);
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        agree[c][i / 4][i % 4] *=
+            times<true>(w[i / 4][i % 4], sign * sums.beta[c * kBlock + col(i / 4, i)]);
+      pack_left_bounded(weights[c], agree[c]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) weights[c][i] = nan_if_infinite_pair(weights[c][i], given[i]);
     }
   }
 

@@ -4,6 +4,8 @@
 #include "delta_grad_space.cuh"
 
 constexpr int kPrepareThreads = 32 * kInverters;
+// Sums of squares of A up to this leave all of the inverse far from overflow.
+constexpr float kMostGrowth = 4096;
 
 template <int K>
 struct PrepareShape {
@@ -243,12 +245,16 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
   if (lane == 0) strain[warp] = squares;
+  // NaN stays NaN: it is not kept from overflow
+  row.wild = squares > kMostGrowth || (row.wild && squares == squares);
   Split inverse[kBlocks], own;
   row.invert_diagonal(bench, own);
 #pragma unroll
   for (int c = 0; c < kBlocks; c++)
     if (c == warp) inverse[c] = own;
   __syncthreads();
+  const float sum = strain[0] + strain[1] + strain[2] + strain[3];
+  row.wild = sum > kMostGrowth || (decay.wild && sum == sum);
   row.complete(inverse, bench);
   row.put(to, inverse);
   if (threadIdx.x < kChunk) {
@@ -257,7 +263,6 @@ __global__ void __launch_bounds__(kPrepareThreads, 5)
   }
   if (threadIdx.x == 0) {
     to.weights.whole = decay.whole;
-    const float sum = strain[0] + strain[1] + strain[2] + strain[3];
     to.weights.strained = decay.wild || sum > 2.f * kChunk;
   }
 }

@@ -170,7 +170,7 @@ struct TokenGradients : TokenWarp {
         const unsigned two = ge[0][m][half + i / 4 * 2];
         const float late_read = bfloat16_bits_to_float(i % 2 ? two >> 16 : two & 0xffff);
         float &x = dq[m][i / 4][i % 4], &y = dk[m][i / 4][i % 4];
-        x *= scale * start[half];
+        x *= times<true>(scale, start[half]);
         y = end[half] * late_read - start[half] * y;
       }
     });

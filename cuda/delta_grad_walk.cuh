@@ -79,11 +79,13 @@ struct Walker {
     read(sum, saved, k);
     zero(read_by_y);
     const float up = lift(weights.from_start[0]), lifted = scale * up;
-    decay(up * weights.whole);
+    decay(bounded(up * weights.whole));
 #pragma unroll
     for (int b = 0; b < kBlocks; b++) {
       unsigned dyt[4];
       load_left_transposed(dyt, dy + b * kBlock * S::kValueRow, S::kValueRow, lane);
+#pragma unroll
+      for (int i = 0; i < 4; i++) dyt[i] = nan_if_infinite_pair(dyt[i], dyt[i]);
       if (S::kParts == 1 || (b == 1 || b == 2) == (part != 0))  // as many products in each part
 #pragma unroll
         for (int c = 0; c <= b; c++) multiply_block(read_by_y[c], dyt, scores, lower(b, c));
@@ -91,11 +93,12 @@ struct Walker {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float2 w = pair(weights.from_start, b, i / 2);
-        wide[i / 2][i % 2 * 2] = lifted * w.x * bfloat16_bits_to_float(dyt[i] & 0xffff);
-        wide[i / 2][i % 2 * 2 + 1] = lifted * w.y * bfloat16_bits_to_float(dyt[i] >> 16);
+        wide[i / 2][i % 2 * 2] = times<true>(lifted, w.x) * bfloat16_bits_to_float(dyt[i] & 0xffff);
+        wide[i / 2][i % 2 * 2 + 1] =
+            times<true>(lifted, w.y) * bfloat16_bits_to_float(dyt[i] >> 16);
       }
       unsigned left[4];
-      pack_left(left, wide);
+      pack_left_bounded(left, wide);
       add_keys(left, q + b * kBlock * S::kKeyRow);
     }
 #pragma unroll
@@ -256,6 +259,13 @@ struct Walker {
       unsigned high[4];
       pack_left(high, kept);
       if (__builtin_expect(exact, 0)) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const float2 w = pair(weights, b, i / 4);
+          const float weight = times<true>(sign, i % 2 ? w.y : w.x);
+          kept[i / 4][i % 4] = bounded(weighed(weight, u[b][i / 4][i % 4]));
+        }
+        pack_left(high, kept);
         unsigned low[4];
         pack_rest(low, high, kept);
         add_keys(low, k + b * kBlock * S::kKeyRow);

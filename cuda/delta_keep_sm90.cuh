@@ -222,6 +222,9 @@ struct Keeper {
     float w[32];
     state.unpack(w, x, rest);
     state.weigh(w, weights().to_end);
+    if (weights().wild)
+#pragma unroll
+      for (int i = 0; i < 32; i++) w[i] = bounded(w[i]);
     state.pack(x, w);
     state.pack_rests(rest, w);
     state.decay(weights().whole);

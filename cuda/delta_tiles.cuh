@@ -131,6 +131,12 @@ struct StateColumns {
         scale(kept[half],
               factors(weights.decay.to_end, tables.k_factor, b * kBlock + half * 8 + lane % 4 * 2));
       }
+      if (kExact && weights.decay.wild)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const float given = w[b][i / 4][i % 4];
+          kept[i / 4][i % 4] = bounded(kept[i / 4][i % 4]) + (given - given);
+        }
       Split left;
       left.template set<kExact>(kept);
 #pragma unroll
@@ -149,7 +155,7 @@ struct StateColumns {
     float2 x = *reinterpret_cast<const float2*>(weights + t);
     if (kNormalise) {
       const float2 unit = *reinterpret_cast<const float2*>(units + t);
-      x = {x.x * unit.x, x.y * unit.y};
+      x = {bounded(x.x * unit.x), bounded(x.y * unit.y)};
     }
     return x;
   }

@@ -76,8 +76,8 @@ __device__ __forceinline__ void Preparer<S, kStages, kNormalise, kDealing>::weig
   }
   TokenWeights& w = weights(chunk);
   put(w.beta, beta.x, beta.y);
-  put(w.from, in0 * key.x, in1 * key.y);
-  put(w.out, in0 * query.x, in1 * query.y);
+  put(w.from, bound(in0 * key.x, wild), bound(in1 * key.y, wild));
+  put(w.out, bound(in0 * query.x, wild), bound(in1 * query.y, wild));
   put(w.to_end, end0, end1);
   if (lane == 0) w.whole = all, w.wild = wild;
 }

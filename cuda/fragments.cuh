@@ -35,6 +35,11 @@ __device__ __forceinline__ void pack_left(unsigned (&a)[4], const float (&x)[2][
 #pragma unroll
   for (int i = 0; i < 4; i++) a[i] = pack_bfloat16(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
 }
+// The same, with the largest number for what overflows.
+__device__ __forceinline__ void pack_left_bounded(unsigned (&a)[4], const float (&x)[2][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = pack_bounded(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+}
 __device__ __forceinline__ void left_as_right(unsigned (&b)[4], const unsigned (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i++) b[i] = transpose_8x8(a[i]);

@@ -20,7 +20,8 @@ struct GradScalars {
   float before[kParts][kChunk];  // q_i . dq_i / from_i of what precedes the block of query i
   float dbeta[kParts][kChunk];
   // Inner products of what block c adds to the state at its end with what block r adds to that
-  // state's gradient at its start, at [c + 1][r]: the first row is of S, the last column of E.
+  // state's gradient at its start over scale, at [c + 1][r]: the first row is of S, the last column
+  // of E, without scale.
   float pair[kParts][kBlocks + 1][kBlocks + 1];
   float inner[kWarps];  // of S and E, by warp
 
@@ -92,11 +93,12 @@ __device__ __forceinline__ void add_gates(Scalars& s, const float (&a)[2][4], in
 // Gradients of the gates of block w, of token lane % 16, by one warp: sums over the block's keys,
 // its queries and neither, under what lies beyond the block.
 template <int kParts, int kRoles>
-__device__ __forceinline__ float sum_gates(const GradScalars<kParts, kRoles>& s, int w, int lane) {
+__device__ __forceinline__ float sum_gates(const GradScalars<kParts, kRoles>& s, float scale, int w,
+                                           int lane) {
   const int c = lane / (kBlocks + 1) - 1, r = lane % (kBlocks + 1);
   float across = 0;
   if (c < w && r > w) {
-    float gap = 1;
+    float gap = r < kBlocks ? scale : 1.f;
 #pragma unroll
     for (int b = 0; b < kBlocks; b++)
       if (b > c && b < r && b != w) gap = bounded(gap * s.whole[b]);

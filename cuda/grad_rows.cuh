@@ -118,14 +118,14 @@ __device__ __forceinline__ void make_keys(const GradShared<S>& shared, float sca
   scale_rows(dk, after, after);
   scale_rows(dv, after, after);
   float2 later = {0, 0};
-  float gap = 1;  // the gates between the blocks
+  float gap = scale;  // times the gates between the blocks
   float of_keys[2][4] = {}, of_values[2][4] = {};
   add_scores<S>(of_keys, of_values, shared, row0, w + 1 < kBlocks ? w + 1 : w, lane);
 #pragma unroll 1
   for (int r = w + 1; r < kBlocks; r++) {  // later blocks; meanwhile the next one, at last the own
     float next_keys[2][4] = {}, next_values[2][4] = {};
     add_scores<S>(next_keys, next_values, shared, row0, r + 1 < kBlocks ? r + 1 : w, lane);
-    const float2 sums = weigh_later(of_keys, of_values, s.from + r * kBlock, scale, gap, lane);
+    const float2 sums = weigh_later(of_keys, of_values, s.from + r * kBlock, gap, lane);
     add_queries<S>(dk, dv, shared, of_keys, of_values, part, r, lane);
     later.x += gap * sums.x, later.y += gap * sums.y;
     gap = bounded(gap * s.whole[r]);
@@ -171,8 +171,8 @@ __device__ __forceinline__ void make_queries(const GradShared<S>& shared, float 
   const float2 term = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
   const float owed = lane % 4 ? 0.f : from_low * term.x + from_high * term.y;
   const float sum = sum_of_warp(owed);
-  if (lane == 0) s.pair[part][0][w] = bounded(scale * sum);
-  const float before = scale * s.between(-1, w);
+  if (lane == 0) s.pair[part][0][w] = bounded(sum);
+  const float before = bounded(scale * s.between(-1, w));
   scale_rows(dq, before, before);
   float gap = scale;
   typename F::Left left;
@@ -202,8 +202,8 @@ __device__ __forceinline__ void make_queries(const GradShared<S>& shared, float 
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int i = lane / 4 + e / 2 * 8, j = n * 8 + lane % 4 * 2 + e % 2;
-      const float weight = bounded(s.gates[w][i * kGateRow + j] * two[n][e % 2]);
-      scores[n][e] = i >= j ? weighed(scale * weight, scores[n][e]) : 0.f;
+      const float weight = bounded(s.gates[w][i * kGateRow + j] * (scale * two[n][e % 2]));
+      scores[n][e] = i >= j ? weighed(weight, scores[n][e]) : 0.f;
     }
   const float2 sums = dot_rows<F, S::kKeyRow>(dq, shared.q(), row0, key0, lane);
   if (lane % 4 == 0) s.before[part][low] = sums.x, s.before[part][high] = sums.y;

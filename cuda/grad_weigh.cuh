@@ -66,19 +66,20 @@ __device__ __forceinline__ void pairs(float (&to)[2][2], const float* from, int 
 }
 
 // Products of 16 keys with 16 queries of a later block, x = q_i . k_j and y = dy_i . v_j, weighed
-// for what they add to dk and dv before beta_j to_j. Returns sum_i scale from_i x y for both rows.
+// for what they add to dk and dv before beta_j to_j, `gap` being scale times the gates between the
+// blocks. Returns sum_i from_i x y for both rows.
 __device__ __forceinline__ float2 weigh_later(float (&x)[2][4], float (&y)[2][4], const float* from,
-                                              float scale, float gap, int lane) {
+                                              float gap, int lane) {
   float two[2][2], sum[2] = {};
   pairs(two, from, lane);
 #pragma unroll
   for (int n = 0; n < 2; n++)
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      const float weight = scale * two[n][e % 2];
+      const float weight = two[n][e % 2];
       const float a = bounded(weighed(weight, x[n][e]));
       sum[e / 2] += weighed(a, y[n][e]);
-      y[n][e] = weighed(gap * weight, y[n][e]);
+      y[n][e] = gap * bounded(weighed(weight, y[n][e]));
       x[n][e] = gap * a;
     }
   return {sum[0], sum[1]};
@@ -100,10 +101,11 @@ __device__ __forceinline__ float2 weigh_own(float (&x)[2][4], float (&y)[2][4], 
       const float other = i >= j ? nan_if_infinite(y[n][e]) : 0.f;
       // 0 there as well; read where it counts only, it takes fewer registers
       const float weight = i >= j ? gates[i * kGateRow + j] : 0.f, beta = e < 2 ? low : high;
-      a[n][e] = bounded(beta * scaled * other);
-      sum[e / 2] += weight * scaled * other;
-      x[n][e] = weight * beta * scaled;
-      y[n][e] = weight * beta * (scale * other);
+      const float both = scaled * other;
+      a[n][e] = bounded(beta * both);
+      sum[e / 2] += weight * both;
+      x[n][e] = weight * (beta * scaled);
+      y[n][e] = weight * (beta * (scale * other));
     }
   return {sum[0], sum[1]};
 }

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(GradShape<In, K, V, kParts, kRoles, kApart>::k
   }
   __syncthreads();
   if (warp >= kBlocks) return;
-  const float dgate = sum_gates(s, w, lane);
+  const float dgate = sum_gates(s, scale, w, lane);
   if (lane >= kBlock || !real) return;
   float dbeta = 0;
 #pragma unroll

@@ -107,7 +107,7 @@ class DeltaGradTile32(DeltaGradTile):
     def prepare_bytes(self) -> int:
         row = 16 * _tiles(self.K) + 8
         pairs = 3 if row < self.chunk + self.pad else 2  # else the third in place of q
-        sums = 16  # KeySums of two blocks
+        sums = 24  # KeySums of two blocks
         return 8 * self.chunk * row + pairs * self.pair_bytes + self.weight_bytes + sums
 
     @property
