@@ -18,7 +18,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     results = found["results"]
     kinds = list(dict.fromkeys(map(what, results)))
     names = list(dict.fromkeys(e["name"] for r in results for e in _timed(r)))
-    most = max(sum(1 + len(_timed(r)) for r in results if what(r) == kind) for kind in kinds)
+    most = max(sum(1 + _rows(r) for r in results if what(r) == kind) for kind in kinds)
     size = (5.5 * len(kinds), 1.4 + 0.19 * most)
     figure, axes = plt.subplots(1, len(kinds), figsize=size, layout="constrained", squeeze=False)
     for axis, kind in zip(axes[0], kinds, strict=True):
@@ -37,16 +37,18 @@ def _panel(axis: Any, kind: str, results: list[dict[str, Any]], names: list[str]
 
     y, ticks, labels, most = 0.0, [], [], 1.0
     for result in results:
-        entries = _timed(result)
+        entries, rows = _timed(result), _rows(result)
+        first = y + (rows - len(entries)) / 2
         for i, entry in enumerate(entries):
             times = entry["times_floor"]
-            axis.barh(y + i, times - 1, left=1, height=0.9, color=f"C{names.index(entry['name'])}")
+            color = f"C{names.index(entry['name'])}"
+            axis.barh(first + i, times - 1, left=1, height=0.9, color=color)
             text = f"{times:.2f}" if times < 10 else f"{times:.0f}"
-            axis.text(1.04 * max(times, 1), y + i, text, va="center", fontsize=7)
+            axis.text(1.04 * max(times, 1), first + i, text, va="center", fontsize=7)
             most = max(most, times)
-        ticks.append(y + (len(entries) - 1) / 2)
+        ticks.append(y + (rows - 1) / 2)
         labels.append(_label(result))
-        y += len(entries) + 1
+        y += rows + 1
     axis.set_xscale("log")
     axis.set_xlim(0.9, 1.5 * most)
     axis.set_xticks([n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n <= 1.5 * most])
@@ -61,6 +63,11 @@ def _panel(axis: Any, kind: str, results: list[dict[str, Any]], names: list[str]
 
 def _timed(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in result["contenders"] if entry["us"] is not None]
+
+
+def _rows(result: dict[str, Any]) -> int:
+    """Bars, or as many as the lines of the label take up with the gap after them."""
+    return max(len(_timed(result)), _label(result).count("\n"))
 
 
 def _label(result: dict[str, Any]) -> str:
