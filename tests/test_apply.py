@@ -210,12 +210,27 @@ def test_out_of_memory(tmp_path, rng, capsys, monkeypatch):
     refused(capsys, tmp_path, command, "smaller --piece: Unable to allocate 1 TiB", [source])
 
 
+@pytest.fixture
+def heeded():
+    """Signals as a program in the foreground has them: in the background a shell ignores ^C."""
+    first = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in first.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=["^C", "SIGTERM", "SIGHUP"],
 )
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+@pytest.mark.usefixtures("heeded")
 def test_interrupted(tmp_path, rng, capsys, monkeypatch, number, code, suffix):
     source = tmp_path / "in.npz"
     save(source, arrays_of(rng))
