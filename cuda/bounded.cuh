@@ -10,6 +10,11 @@ __device__ __forceinline__ float bounded(float x) { return clamp(x, kLargest); }
 __device__ __forceinline__ double bounded(double x) {
   return x > double(kLargest) ? double(kLargest) : (x < -double(kLargest) ? -double(kLargest) : x);
 }
+// The same where products may overflow.
+template <bool kWild>
+__device__ __forceinline__ float kept(float x) {
+  return kWild ? bounded(x) : x;
+}
 // x, or NaN where it is infinite, which shows in whatever is made of it, bounded or not.
 template <class T>
 __device__ __forceinline__ T nan_if_infinite(T x) {

@@ -18,8 +18,6 @@ constexpr float kMostErrors = 12;
 constexpr float kMostOfOne = .25f;
 // Of what a chunk leaves of a state, above which errors of many chunks add up.
 constexpr float kLasting = .5f;
-// Sums of squares of A up to this leave all of the inverse far from overflow.
-constexpr float kMostGrowth = 4096;
 // So many betas past so much turn states about, and damp no errors.
 constexpr int kMostTurns = 4;
 constexpr float kTurns = 1.9f;

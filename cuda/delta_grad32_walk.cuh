@@ -183,12 +183,6 @@ struct Walker {
  private:
   using Tiles = float[S::kOwnTiles][2][4];
 
-  // x, kept from overflow where products of gates may overflow.
-  template <bool kStrained>
-  static __device__ __forceinline__ float kept(float x) {
-    return kStrained ? bounded(x) : x;
-  }
-
   static __device__ __forceinline__ void add(float (&d)[2][4], const float (&x)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 8; i++) d[i / 4][i % 4] += x[i / 4][i % 4];

@@ -4,8 +4,6 @@
 #include "delta_grad_space.cuh"
 
 constexpr int kPrepareThreads = 32 * kInverters;
-// Sums of squares of A up to this leave all of the inverse far from overflow.
-constexpr float kMostGrowth = 4096;
 
 template <int K>
 struct PrepareShape {

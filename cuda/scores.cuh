@@ -63,10 +63,6 @@ __device__ __forceinline__ void weigh_block(unsigned (&p)[4], const float* score
   }
 }
 
-template <bool kWild>
-__device__ __forceinline__ float kept(float x) {
-  return kWild ? bounded(x) : x;
-}
 // weight x. It is bounded later if kWild: then NaN where x is infinite.
 template <bool kWild>
 __device__ __forceinline__ float times_given(float weight, float x) {

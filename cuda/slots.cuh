@@ -37,6 +37,9 @@ struct ChunkInSlot {
   }
 };
 
+// Sums of squares of A up to this leave all of the inverse far from overflow.
+constexpr float kMostGrowth = 4096;
+
 // What a chunk's share in the gradient of the state before it is multiplied with while it is summed
 // up, where its first gate makes it so small that numbers would lose digits.
 __device__ __forceinline__ float lift(float first) {

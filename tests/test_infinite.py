@@ -78,6 +78,8 @@ def on_the_cpu(tests: ModuleType, case: Any) -> Callable[[dict], Any]:
 def on_a_gpu(tests: ModuleType, case: Any) -> Callable[[dict], Any]:
     """The same on a GPU, from NumPy arrays."""
     if tests in (test_linear_sm90, test_delta_sm90):
+        if not test_linear_sm90._is_hopper():
+            pytest.skip("needs a Hopper GPU")
         launch = partial(tests.launch, case)
     elif tests in (test_linear, test_delta_grad):
         launch = partial(tests.launch_on_gpu, case, case.tile)
@@ -144,8 +146,6 @@ def test_an_infinite_number_shows(tests, case, pose, rng):
 @pytest.mark.gpu
 @KERNELS
 def test_an_infinite_number_shows_on_a_gpu(tests, case, pose, rng):
-    if tests in (test_linear_sm90, test_delta_sm90) and not test_linear_sm90._is_hopper():
-        pytest.skip("needs a Hopper GPU")
     run = on_a_gpu(tests, case)
     for gates in GATES:
         assert_shows(case, gates, *pose(case, rng, run))

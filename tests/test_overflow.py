@@ -19,7 +19,6 @@ from cupy_gdelta import accuracy
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 import test_delta
-import test_linear_sm90
 from posed import needs_compiler
 from test_infinite import BACKWARD, FORWARD, SIZES, on_a_gpu, on_the_cpu
 
@@ -75,9 +74,9 @@ def inputs(rng: np.random.Generator, T: int, K: int, V: int, gradients: bool) ->
 def verify(case: Any, gradients: bool, run: Callable, seed: int, **options: Any) -> None:
     """The outputs of ``run``, by name, beside the reference."""
     x = inputs(np.random.default_rng(seed), case.T, case.K, case.V, gradients)
-    wide = "float64" if case.dtype == "float64" else "float32"
-    kinds = dict.fromkeys(("q", "k", "v", "dy"), case.dtype)
-    x = {n: Family("numpy").array(a, kinds.get(n, wide)) for n, a in x.items()}
+    family = Family("numpy")
+    narrow = {"dy": family.array(x["dy"], case.dtype)} if gradients else {}
+    x = family.arrays(x, case.dtype) | narrow
     exact = {n: host(a) for n, a in x.items()}
     with np.errstate(all="ignore"):  # gates of a stretch, at most
         if gradients:
@@ -112,8 +111,6 @@ def test_what_overflows_and_is_not_there_does_not_show(tests, case, gradients):
 @pytest.mark.gpu
 @KERNELS
 def test_what_overflows_and_is_not_there_does_not_show_on_a_gpu(tests, case, gradients):
-    if tests.__name__.endswith("sm90") and not test_linear_sm90._is_hopper():
-        pytest.skip("needs a Hopper GPU")
     verify_kernel(tests, case, gradients, on_a_gpu)
 
 
