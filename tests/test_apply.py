@@ -267,6 +267,7 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("heeded")
 def test_a_second_signal_does_not_end_the_tidying(tmp_path, rng, monkeypatch, number):
     source = tmp_path / "in.npz"
     save(source, arrays_of(rng))
