@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
 
 // grid: slots * H. block: kTokenThreads.
 template <int K, int V, bool kWide, bool kDirect>
-__global__ void __launch_bounds__(kTokenThreads, 2)
+__global__ void __launch_bounds__(kTokenThreads, TokenShape<K, V>::kLean&& kWide ? kLeanBlocks : 2)
     delta_grad_tokens(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = TokenShape<K, V>;
   DYNAMIC_SHARED(unsigned short, shared);

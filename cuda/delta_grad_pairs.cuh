@@ -21,53 +21,36 @@ struct Pairs : TokenWarp {
 
   // Terms, their sums over i for dbeta, and weights.
   __device__ __forceinline__ void pair_up() {
-    float scores[kBlocks][2][4], agree[kBlocks][2][4];
     const unsigned short* const x = side() ? k : q;
     const unsigned short* const d = side() ? de : dy;
+    if constexpr (S::kLean) {
+#pragma unroll
+      for (int c = 0; c < kBlocks; c++) {
+        if (c > r()) continue;
+        float scores[1][2][4], agree[1][2][4];
+        multiply_rows<1>(scores, agree, x, d, r() * kBlock, c * kBlock);
+        if (c == r()) keep_below(scores[0], agree[0]);
+        weigh(c, scores[0], agree[0]);
+      }
+      return;
+    }
+    float scores[kBlocks][2][4], agree[kBlocks][2][4];
     switch (r()) {  // without a branch between products they hide each other's latency
       case 0:
-        multiply_rows<1>(scores, agree, x, d);
+        multiply_down<1>(scores, agree, x, d);
         break;
       case 1:
-        multiply_rows<2>(scores, agree, x, d);
+        multiply_down<2>(scores, agree, x, d);
         break;
       case 2:
-        multiply_rows<3>(scores, agree, x, d);
+        multiply_down<3>(scores, agree, x, d);
         break;
       default:
-        multiply_rows<4>(scores, agree, x, d);
+        multiply_down<4>(scores, agree, x, d);
     }
-    const float sign = side() ? -1.f : scale;
 #pragma unroll
     for (int c = 0; c < kBlocks; c++) {
-      if (c > r()) continue;
-      float w[2][4], columns[2][2] = {};
-      decays_of_block(w, decay, r(), c, lane);
-#pragma unroll
-      for (int tile = 0; tile < 2; tile++) {
-        float2 betas = *reinterpret_cast<const float2*>(sums.beta + c * kBlock + col(tile, 0));
-        betas.x *= sign, betas.y *= sign;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float beta = i % 2 ? betas.y : betas.x;
-          float &score = scores[c][tile][i], &with = agree[c][tile][i];
-          score *= with;
-          columns[tile][i % 2] += w[tile][i] * score;
-          score *= beta;
-        }
-        columns[tile][0] *= sign, columns[tile][1] *= sign;
-      }
-      put_columns(c, columns);
-      pack_left(terms[c], scores[c]);
-      unsigned given[4];
-      pack_left(given, agree[c]);
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        agree[c][i / 4][i % 4] *=
-            times<true>(w[i / 4][i % 4], sign * sums.beta[c * kBlock + col(i / 4, i)]);
-      pack_left_bounded(weights[c], agree[c]);
-#pragma unroll
-      for (int i = 0; i < 4; i++) weights[c][i] = nan_if_infinite_pair(weights[c][i], given[i]);
+      if (c <= r()) weigh(c, scores[c], agree[c]);
     }
   }
 
@@ -133,6 +116,37 @@ struct Pairs : TokenWarp {
   }
 
  private:
+  // Of the warp's pairs with tokens of block c.
+  __device__ __forceinline__ void weigh(int c, float (&score)[2][4], float (&agree)[2][4]) {
+    const float sign = side() ? -1.f : scale;
+    float w[2][4], columns[2][2] = {};
+    decays_of_block(w, decay, r(), c, lane);
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+      float2 betas = *reinterpret_cast<const float2*>(sums.beta + c * kBlock + col(tile, 0));
+      betas.x *= sign, betas.y *= sign;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float beta = i % 2 ? betas.y : betas.x;
+        score[tile][i] *= agree[tile][i];
+        columns[tile][i % 2] += w[tile][i] * score[tile][i];
+        score[tile][i] *= beta;
+      }
+      columns[tile][0] *= sign, columns[tile][1] *= sign;
+    }
+    put_columns(c, columns);
+    pack_left(terms[c], score);
+    unsigned given[4];
+    pack_left(given, agree);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      agree[i / 4][i % 4] *=
+          times<true>(w[i / 4][i % 4], sign * sums.beta[c * kBlock + col(i / 4, i)]);
+    pack_left_bounded(weights[c], agree);
+#pragma unroll
+    for (int i = 0; i < 4; i++) weights[c][i] = nan_if_infinite_pair(weights[c][i], given[i]);
+  }
+
   // On the diagonal: nothing of tokens that come later, and by k nothing of the token itself, of
   // which e . de is kept.
   __device__ __forceinline__ void keep_below(float (&scores)[2][4], float (&agree)[2][4]) const {
@@ -148,27 +162,36 @@ struct Pairs : TokenWarp {
       if (col(i / 4, i) + least > row(i) % kBlock) x[i / 4][i % 4] = y[i / 4][i % 4] = 0;
   }
 
-  // Products of the warp's rows of x and d with those of kCount blocks of k and e, the last of
-  // which is on the diagonal.
+  // The same for kCount blocks of which the last one is on the diagonal.
   template <int kCount>
-  __device__ __forceinline__ void multiply_rows(float (&scores)[kBlocks][2][4],
+  __device__ __forceinline__ void multiply_down(float (&scores)[kBlocks][2][4],
                                                 float (&agree)[kBlocks][2][4],
                                                 const unsigned short* x,
                                                 const unsigned short* d) const {
-    constexpr int kRow0 = (kCount - 1) * kBlock;
+    multiply_rows<kCount>(scores, agree, x, d, (kCount - 1) * kBlock, 0);
+    keep_below(scores[kCount - 1], agree[kCount - 1]);
+  }
+  // Products of 16 rows of x and d from row0 on with those of kCount blocks of k and e from `first`
+  // on.
+  template <int kCount, int kRoom>
+  __device__ __forceinline__ void multiply_rows(float (&scores)[kRoom][2][4],
+                                                float (&agree)[kRoom][2][4],
+                                                const unsigned short* x, const unsigned short* d,
+                                                int row0, int first) const {
 #pragma unroll
     for (int i = 0; i < 8 * kCount; i++)
       scores[i / 8][i / 4 % 2][i % 4] = agree[i / 8][i / 4 % 2][i % 4] = 0;
 #pragma unroll 1
     for (int i = 0; i < S::kRowTiles; i++)
-      multiply_tile<kCount>(scores, x + kRow0 * S::kKeyRow + i * 16, k + i * 16, S::kKeyRow);
+      multiply_tile<kCount>(scores, x + row0 * S::kKeyRow + i * 16, k + first * S::kKeyRow + i * 16,
+                            S::kKeyRow);
 #pragma unroll 1
     for (int v = 0; v < S::kValueTiles; v++)
-      multiply_tile<kCount>(agree, d + kRow0 * S::kValueRow + v * 16, e + v * 16, S::kValueRow);
-    keep_below(scores[kCount - 1], agree[kCount - 1]);
+      multiply_tile<kCount>(agree, d + row0 * S::kValueRow + v * 16,
+                            e + first * S::kValueRow + v * 16, S::kValueRow);
   }
-  template <int kCount>
-  __device__ __forceinline__ void multiply_tile(float (&to)[kBlocks][2][4],
+  template <int kCount, int kRoom>
+  __device__ __forceinline__ void multiply_tile(float (&to)[kRoom][2][4],
                                                 const unsigned short* rows,
                                                 const unsigned short* columns, int length) const {
     unsigned left[4], right[kCount][4];

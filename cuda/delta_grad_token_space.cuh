@@ -6,11 +6,17 @@
 #include "delta_grad_space.cuh"
 
 constexpr int kTokenThreads = 256;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kLeanBlocks = 2;
+#else
+constexpr int kLeanBlocks = 3;  // that find room on a multiprocessor, if they are lean
+#endif
 
 template <int K, int V>
 struct TokenShape : HeadShape<K, V> {
   using Head = HeadShape<K, V>;
   static constexpr int kValueRow = Head::kValues + kPad;
+  static constexpr bool kLean = K == 64 && V == 64;         // few registers for each thread suffice
   static constexpr int kOwn = Head::kRowTiles > 2 ? 2 : 1;  // tiles of 16 rows of K a warp has
   static constexpr int kPieceTiles = 2 * kOwn;              // of a state, at a time
   static constexpr int kPieces = (Head::kRowTiles + kPieceTiles - 1) / kPieceTiles;
