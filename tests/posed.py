@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from host import simt
 from cupy_gdelta import accuracy, arrays, problem
 from cupy_gdelta.gpu import call, loader
 
+RUNS = int(os.environ.get("CUPY_GDELTA_RUNS", "20"))  # that must have the same bits; few for tools
 needs_compiler = pytest.mark.skipif(simt.compiler() is None, reason="g++ is missing")
 
 

@@ -24,6 +24,7 @@ from cupy_gdelta import accuracy, arrays
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import (
+    RUNS,
     addressed,
     device_offsets,
     needs_compiler,
@@ -573,7 +574,7 @@ def test_case_on_a_gpu(case, rng):
     x = case.inputs(rng, Family("cupy"))
     first = launch_on_gpu(case, case.tile, x)
     verify_grad(case, x, first, "on a GPU")
-    for _ in range(20):
+    for _ in range(RUNS):
         again = launch_on_gpu(case, case.tile, x)
         for name, got in again.items():
             assert bits(got) == bits(first[name]), f"other bits in d {name}"

@@ -20,6 +20,7 @@ from cupy_gdelta import accuracy, arrays
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 from posed import (
+    RUNS,
     addressed,
     device_offsets,
     needs_compiler,
@@ -316,7 +317,7 @@ def test_case_on_a_gpu(case, rng):
     x = case.inputs(rng, Family("cupy"))
     first = launch_on_gpu(case, x)
     verify_grad(case, x, first, "on a GPU")
-    for _ in range(20):
+    for _ in range(RUNS):
         for name, again in launch_on_gpu(case, x).items():
             assert bits(again) == bits(first[name]), f"d {name}: other bits"
 
