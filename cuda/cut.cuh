@@ -5,6 +5,7 @@
 // it again where they differ; pieces before which little is forgotten are all walked there, one
 // after the other. So nothing depends on what gates, or keys that are long, do.
 #pragma once
+#include "bounded.cuh"
 #include "call.cuh"
 
 enum Cut { kWhole, kPieces, kAgain };  // no pieces; the first and second launch; the third one
@@ -108,7 +109,7 @@ struct Comparison {
         most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], hop));
         widen(apart[i], __shfl_xor_sync(0xffffffffu, apart[i], hop));
       }
-      found |= !(__uint_as_float(apart[i]) <= tolerance * most[i]);
+      found |= !(__uint_as_float(apart[i]) <= bounded(tolerance * most[i]));  // infinity as well
     }
     return found;
   }

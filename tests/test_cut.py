@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compare import bits, host
+from compare import REFERENCE_GRAD, bits, host
 
 pytest.importorskip("cupy", reason="CuPy cannot be imported")
 import test_delta_grad
@@ -123,6 +123,34 @@ def verify_what_is_infinite(tests: Any, case: Any, rng: np.random.Generator, lau
 @KERNELS
 def test_what_is_infinite_does_not_hide_others(tests, case, rng):
     verify_what_is_infinite(tests, case, rng, on_the_cpu)
+
+
+def verify_what_is_infinite_shows(
+    tests: Any, case: Any, rng: np.random.Generator, launcher: Any
+) -> None:
+    """In pieces that gates would not let know of it, too."""
+    run = launcher(tests, case)
+    for name, token in (("v", 10), ("dy", 310)):
+        x = inputs(case, 0.5, rng)
+        x[name][0, token, 0, 5] = np.inf
+        with np.errstate(all="ignore"):
+            expected = REFERENCE_GRAD[case.rule](**{n: host(a) for n, a in x.items()})
+        for output, got in run(x).items():
+            wrong = ~np.isfinite(host(got))
+            assert wrong[~np.isfinite(getattr(expected, output))].all(), f"{name} in {output}"
+            assert not np.take(wrong, 1, 1 if output == "initial_state" else 2).any(), output
+
+
+@needs_compiler
+@KERNELS
+def test_what_is_infinite_shows_in_later_pieces(tests, case, rng):
+    verify_what_is_infinite_shows(tests, case, rng, on_the_cpu)
+
+
+@pytest.mark.gpu
+@KERNELS
+def test_what_is_infinite_shows_in_later_pieces_on_a_gpu(tests, case, rng):
+    verify_what_is_infinite_shows(tests, case, rng, on_a_gpu)
 
 
 @needs_compiler
