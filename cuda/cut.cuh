@@ -3,7 +3,8 @@
 // it as gates take to forget whatever was there; the second one walks the pieces. The third one
 // compares the state that a piece began with and the one that the piece before has left, and walks
 // it again where they differ; pieces before which little is forgotten are all walked there, one
-// after the other. So nothing depends on what gates, or keys that are long, do.
+// after the other. States are compared column by column, by a part of a column's largest number:
+// rows that are far smaller, of values 2^44 times as large before, are not told apart.
 #pragma once
 #include "bounded.cuh"
 #include "call.cuh"

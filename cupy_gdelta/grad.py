@@ -68,7 +68,9 @@ def gated_linear_attention_grad(
     two states for each head every 64 tokens, bfloat16 for bfloat16 inputs and float32 otherwise,
     and where heads share q and k their gradients for each of H heads in float32. Long sequences of
     few heads are cut into pieces that run at once where gates forget, and one after the other where
-    they do not: for each there are four states more, in float32. All else keeps a
+    they do not: for each there are four states more, in float32. There, where values fall by 2^44
+    or more within a thousand tokens and queries read rows of the state that are small beside
+    others, gradients of gates may be wrong. All else keeps a
     state for each head before every block of 4 to 32 tokens (as many as shared memory holds states
     for, every fourth one), and the gradients of q and k, one for each of H heads and for each block
     of columns of V; the delta rule also keeps the misses, (B, T, H, V). These are float32, or
