@@ -66,11 +66,7 @@ def gated_linear_attention_grad(
     between two segments, one of (K, V) for each head every 32 tokens or more. On a GPU the linear
     rule of at least 64 tokens with K and V up to 128, as far as shared memory holds a chunk, keeps
     two states for each head every 64 tokens, bfloat16 for bfloat16 inputs and float32 otherwise,
-    and where heads share q and k their gradients for each of H heads in float32. Long sequences of
-    few heads are cut into pieces that run at once where gates forget, and one after the other where
-    they do not: for each there are four states more, in float32. There, where values fall by 2^44
-    or more within a thousand tokens and queries read rows of the state that are small beside
-    others, gradients of gates may be wrong. All else keeps a
+    and where heads share q and k their gradients for each of H heads in float32. All else keeps a
     state for each head before every block of 4 to 32 tokens (as many as shared memory holds states
     for, every fourth one), and the gradients of q and k, one for each of H heads and for each block
     of columns of V; the delta rule also keeps the misses, (B, T, H, V). These are float32, or
@@ -171,8 +167,7 @@ def gated_delta_rule_grad(
     to 128 and V up to 128, and float32 with K from 16 to 64 and V up to 64; all others go token by
     token. Chunks have a workspace: with bfloat16, for each 64 tokens of a head two states of (K, V)
     and (64, V) in bfloat16 and 26 KB; with float32, for each 32 tokens two states and (32, V) in
-    float32 and 9 KB. Grouped heads and ``qk_l2norm`` add dq and dk of every head in float32. Long
-    sequences of few heads are cut into pieces, as in the linear rule. No sum is made by atomics. In
+    float32 and 9 KB. Grouped heads and ``qk_l2norm`` add dq and dk of every head in float32. No sum is made by atomics. In
     bfloat16, where one key is written again and again, states cancel: gradients of gate may err by
     2.3e-2 then, and those of beta by 1.7e-2 (1.8e-2 with a beta of 2). Gates whose product passes
     2^60 inside a chunk are allowed for: a gradient that float32 cannot hold leaves the others as
