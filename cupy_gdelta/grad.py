@@ -167,11 +167,11 @@ def gated_delta_rule_grad(
     to 128 and V up to 128, and float32 with K from 16 to 64 and V up to 64; all others go token by
     token. Chunks have a workspace: with bfloat16, for each 64 tokens of a head two states of (K, V)
     and (64, V) in bfloat16 and 26 KB; with float32, for each 32 tokens two states and (32, V) in
-    float32 and 9 KB. Grouped heads and ``qk_l2norm`` add dq and dk of every head in float32. No sum is made by atomics. In
-    bfloat16, where one key is written again and again, states cancel: gradients of gate may err by
-    2.3e-2 then, and those of beta by 1.7e-2 (1.8e-2 with a beta of 2). Gates whose product passes
-    2^60 inside a chunk are allowed for: a gradient that float32 cannot hold leaves the others as
-    they are, as long as float32 holds the states.
+    float32 and 9 KB. Grouped heads and ``qk_l2norm`` add dq and dk of every head in float32. No sum
+    is made by atomics. In bfloat16, where one key is written again and again, states cancel:
+    gradients of gate may err by 2.3e-2 then, and those of beta by 1.7e-2 (1.8e-2 with a beta of 2).
+    Gates whose product passes 2^60 inside a chunk are allowed for: a gradient that float32 cannot
+    hold leaves the others as they are, as long as float32 holds the states.
 
     Examples
     --------

@@ -13,8 +13,8 @@ from ..problem import Problem
 ARGS = struct.Struct("=Q 4i")  # CutArgs
 SHORTEST = 1024  # tokens of a piece
 EARLY = 450  # tokens before a piece that are walked too, with gates near 0.95
-# Of the time of a narrower walk that is not cut: 0.6 pays. None is cut while a row of a state can be
-# lost that is small beside others of its column, and not written just before a piece.
+# Of the time of a narrower walk that is not cut: 0.6 pays. None is cut while a row of a state can
+# be lost that is small beside others of its column, and not written just before a piece.
 WORTH = 0.0
 
 
