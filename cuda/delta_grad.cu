@@ -20,19 +20,17 @@
 // so that no gate's gradient is a difference of sums or divided by a gate. delta_grad_prepare makes
 // the inverse and P of all chunks; delta_grad_walk goes through the chunks for S and E, and in
 // other blocks back for G and dE; delta_grad_tokens makes the rest, all chunks at once.
-#include "cut.cuh"
 #include "delta_grad_copy.cuh"
 #include "delta_grad_prepare.cuh"
 #include "delta_grad_tokens.cuh"
 #include "delta_grad_walk.cuh"
 
-// grid: 2 * N * H * ceil(V / kBlockCols), forward and back by turns, and of kPieces cut.pieces
-// times that. block: WalkShape::kThreads. With kWide all rows of q, k, v and dy begin at multiples
-// of 16 bytes and hold whole vectors of 8. kDirect: gradients of q, k, gate and beta are not added
-// up by finish_grad.
-template <int K, int V, int kBlockCols, int kStages, bool kWide, bool kDirect, Cut kCut>
+// grid: 2 * N * H * ceil(V / kBlockCols), forward and back by turns. block: WalkShape::kThreads.
+// With kWide all rows of q, k, v and dy begin at multiples of 16 bytes and hold whole vectors of 8.
+// kDirect: gradients of q, k, gate and beta are not added up by finish_grad.
+template <int K, int V, int kBlockCols, int kStages, bool kWide, bool kDirect>
 __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads, 1)
-    delta_grad_walk(const CallArgs a, const GradArgs g, const SpaceArgs space, const CutArgs cut) {
+    delta_grad_walk(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = WalkShape<K, V, kBlockCols, kStages>;
   static_assert(kBlockCols % 16 == 0, "a warp has 16 columns");
   static_assert(kStages >= 2, "one chunk at hand and one on its way");
@@ -42,111 +40,100 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool back = blockIdx.x % 2;
-  const long long part = blockIdx.x / 2, item = kCut == kPieces ? part / cut.pieces : part;
+  const long long item = blockIdx.x / 2;
   const int col0 = static_cast<int>(item % S::kColBlocks) * kBlockCols;
   const int cols = min(kBlockCols, V - col0);
   const long long nh = item / S::kColBlocks, n = nh / a.H, h = nh % a.H;
   const Sequence seq = sequence(a, n);
   const long long b = seq.b, start = seq.start, stop = seq.stop;
   const int chunks = static_cast<int>((stop - start + kChunk - 1) / kChunk);
-  const Pieces<kCut, K, V> pieces(cut, 2 * nh + back, part, chunks);
   const long long entry = first_slot<kChunk>(a, n) * a.H + h;
   unsigned short* const dv =
       static_cast<unsigned short*>(a.y) + b * a.y_stride[0] + h * a.y_stride[2] + col0;
-  if (back && a.cu_seqlens && n == a.N - 1 && pieces.first == 0)
+  if (back && a.cu_seqlens && n == a.N - 1)
     clear_tail<K>(a, g, h, stop, dv, cols, kDirect && col0 == 0);
   __syncthreads();
 
+  if (warp >= S::kWalkers) {
+    const long long hq = h / a.group;
+    const unsigned short* values = head_rows(a.v, a.v_stride, b, start, h) + col0;
+    if (back) values = g.dy ? head_rows(g.dy, g.dy_stride, b, start, h) + col0 : nullptr;
+    ChunkCopier<S, K, kBlockCols, kStages, kWide>{shared,
+                                                  head_rows(a.k, a.k_stride, b, start, hq),
+                                                  head_rows(a.q, a.q_stride, b, start, hq),
+                                                  values,
+                                                  space.prepared + entry,
+                                                  a.k_stride[1],
+                                                  a.q_stride[1],
+                                                  back ? g.dy_stride[1] : a.v_stride[1],
+                                                  stop - start,
+                                                  a.H,
+                                                  chunks,
+                                                  cols,
+                                                  warp - S::kWalkers,
+                                                  lane,
+                                                  back}
+        .run();
+    return;
+  }
+
   const int group = warp / S::kParts, own0 = group * 16, value_tile = col0 / 16 + group;
-  pieces.each([&](int piece) {
-    Turns turns = pieces.turns(piece);
-    Walker<S> walker;
-    walker.lane = lane;
-    walker.part = warp % S::kParts;
-    const auto left = [&](int turn) {
-      return space.prepared[entry + (back ? chunks - 1 - turn : turn) * a.H].weights.whole;
-    };
-    if (!begin_walk<kCut, K, V>(pieces, piece, turns, walker, warp < S::kWalkers, col0 + own0,
-                                cols - own0, lane, kUnlike, left))
-      return;
-
-    if (warp >= S::kWalkers) {
-      const long long hq = h / a.group;
-      const unsigned short* values = head_rows(a.v, a.v_stride, b, start, h) + col0;
-      if (back) values = g.dy ? head_rows(g.dy, g.dy_stride, b, start, h) + col0 : nullptr;
-      ChunkCopier<S, K, kBlockCols, kStages, kWide>{shared,
-                                                    head_rows(a.k, a.k_stride, b, start, hq),
-                                                    head_rows(a.q, a.q_stride, b, start, hq),
-                                                    values,
-                                                    space.prepared + entry,
-                                                    a.k_stride[1],
-                                                    a.q_stride[1],
-                                                    back ? g.dy_stride[1] : a.v_stride[1],
-                                                    stop - start,
-                                                    a.H,
-                                                    chunks,
-                                                    cols,
-                                                    warp - S::kWalkers,
-                                                    lane,
-                                                    back}
-          .run(turns.begin, turns.end);
-      return;
-    }
-
-    walker.barrier = 1 + group;
-    walker.sums = reinterpret_cast<float4*>(shared + kStages * S::kStage) +
-                  group * S::kParts * (kChunk / 8 * 32);
-    if (piece == 0) {
-      const void* const first = back ? g.dstate : a.initial_state;
-      const long long* const stride = back ? g.dstate_stride : a.state_stride;
-      const float* const at = static_cast<const float*>(first) + n * stride[0] + h * stride[1] +
-                              (col0 + own0) * stride[3];
-      walker.each([&](float& s, int row, int col) {
-        s = first && row < K && own0 + col < cols ? at[row * stride[2] + col * stride[3]] : 0.f;
-      });
-    }
-    uint4* const states = (back ? space.late : space.states) + value_tile * S::kRowTiles * 32;
-    for (int i = turns.begin; i < turns.end; i++) {
-      __syncthreads();
-      const bool real = value_tile < S::kValueTiles && !pieces.early();
-      const int c = back ? chunks - 1 - i : i;
-      const unsigned short* const k = shared + i % kStages * S::kStage;
-      const unsigned short* const values = k + 2 * S::kKeys + own0;
-      const uint4* const tables = reinterpret_cast<const uint4*>(k + S::kTables);
-      const long long at_entry = entry + c * a.H;
-      uint4* const saved = real ? states + at_entry * (S::kStateBlocks * 32) : nullptr;
-      ChunkColumns x;
-      if (back) {
-        const ChunkWeights& weights = *reinterpret_cast<const ChunkWeights*>(tables);
-        const uint4* const inverse = tables + sizeof(ChunkWeights) / 16;
-        const uint4* const scores = inverse + 2 * kLowerBlocks * 32;
-        const float scale = static_cast<float>(a.scale);
-        const unsigned short* const q = k + S::kKeys;
-        walker.back(x, saved, k, q, values, inverse, scores, weights, scale);
-        const long long t = start + static_cast<long long>(c) * kChunk;
-        const int tokens = static_cast<int>(min(stop - t, static_cast<long long>(kChunk)));
-        if (real)
-          walker.template put<V % 2 == 0>(dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,
-                                          cols - own0);
-      } else {
-        const ChunkWeights& weights =
-            *reinterpret_cast<const ChunkWeights*>(tables + 2 * kLowerBlocks * 32);
-        walker.forward(x, saved, k, values, tables, weights);
-        if (real)
-          walker.template put<true>(
-              space.misses + at_entry * (kChunk * S::kValues) + value_tile * 16, S::kValues, x,
-              kChunk, 16);
-      }
-    }
-    float* const state = back && a.state ? static_cast<float*>(a.state) + nh * K * V : nullptr;
-    float* const to = pieces.target(piece, turns.end, state);
-    if (to) keep<K, V>(walker, to + col0 + own0, cols - own0);
+  Walker<S> walker;
+  walker.lane = lane;
+  walker.part = warp % S::kParts;
+  walker.barrier = 1 + group;
+  walker.sums = reinterpret_cast<float4*>(shared + kStages * S::kStage) +
+                group * S::kParts * (kChunk / 8 * 32);
+  const void* const first = back ? g.dstate : a.initial_state;
+  const long long* const stride = back ? g.dstate_stride : a.state_stride;
+  const float* const at =
+      static_cast<const float*>(first) + n * stride[0] + h * stride[1] + (col0 + own0) * stride[3];
+  walker.each([&](float& s, int row, int col) {
+    s = first && row < K && own0 + col < cols ? at[row * stride[2] + col * stride[3]] : 0.f;
   });
+  const bool real = value_tile < S::kValueTiles;
+  uint4* const states = (back ? space.late : space.states) + value_tile * S::kRowTiles * 32;
+  for (int i = 0; i < chunks; i++) {
+    __syncthreads();
+    const int c = back ? chunks - 1 - i : i;
+    const unsigned short* const k = shared + i % kStages * S::kStage;
+    const unsigned short* const values = k + 2 * S::kKeys + own0;
+    const uint4* const tables = reinterpret_cast<const uint4*>(k + S::kTables);
+    const long long at_entry = entry + c * a.H;
+    uint4* const saved = real ? states + at_entry * (S::kStateBlocks * 32) : nullptr;
+    ChunkColumns x;
+    if (back) {
+      const ChunkWeights& weights = *reinterpret_cast<const ChunkWeights*>(tables);
+      const uint4* const inverse = tables + sizeof(ChunkWeights) / 16;
+      const uint4* const scores = inverse + 2 * kLowerBlocks * 32;
+      const float scale = static_cast<float>(a.scale);
+      const unsigned short* const q = k + S::kKeys;
+      walker.back(x, saved, k, q, values, inverse, scores, weights, scale);
+      const long long t = start + static_cast<long long>(c) * kChunk;
+      const int tokens = static_cast<int>(min(stop - t, static_cast<long long>(kChunk)));
+      if (real)
+        walker.template put<V % 2 == 0>(dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,
+                                        cols - own0);
+    } else {
+      const ChunkWeights& weights =
+          *reinterpret_cast<const ChunkWeights*>(tables + 2 * kLowerBlocks * 32);
+      walker.forward(x, saved, k, values, tables, weights);
+      if (real)
+        walker.template put<true>(space.misses + at_entry * (kChunk * S::kValues) + value_tile * 16,
+                                  S::kValues, x, kChunk, 16);
+    }
+  }
+  if (back && a.state) {
+    float* const kept = static_cast<float*>(a.state) + nh * K * V + col0 + own0;
+    walker.each([&](float& s, int row, int col) {
+      if (row < K && own0 + col < cols) kept[static_cast<long long>(row) * V + col] = s;
+    });
+  }
 }
 
 // grid: slots * H. block: kTokenThreads.
 template <int K, int V, bool kWide, bool kDirect>
-__global__ void __launch_bounds__(kTokenThreads, TokenShape<K, V>::kLean&& kWide ? kLeanBlocks : 2)
+__global__ void __launch_bounds__(kTokenThreads, kWide&& TokenShape<K, V>::kLean ? kLeanBlocks : 2)
     delta_grad_tokens(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = TokenShape<K, V>;
   DYNAMIC_SHARED(unsigned short, shared);

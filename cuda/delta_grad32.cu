@@ -4,22 +4,19 @@
 // inverse and P of all chunks; delta_grad32_walk goes through the chunks for S and E, and in other
 // blocks back for G and dE; delta_grad32_tokens makes the rest, all chunks at once, but of strained
 // ones, which delta_grad32_strained has.
-#include "cut.cuh"
 #include "delta_grad32_copy.cuh"
 #include "delta_grad32_prepare.cuh"
 #include "delta_grad32_tokens.cuh"
 #include "delta_grad32_walk.cuh"
 
-// grid: 2 * N * H * ceil(V / kBlockCols), and of kPieces cut.pieces times that, first those that go
-// back, which have more to do, so that a multiprocessor has one of each. block:
-// WalkShape::kThreads. With kWide all rows of q, k, v and dy begin at multiples of 16 bytes and
-// hold whole vectors of 4. kDirect: gradients of q, k, gate and beta are not added up by
-// finish_grad.
-template <int K, int V, int kBlockCols, int kStages, bool kWide, bool kDirect, Cut kCut>
+// grid: 2 * N * H * ceil(V / kBlockCols), first those that go back, which have more to do, so that
+// a multiprocessor has one of each. block: WalkShape::kThreads. With kWide all rows of q, k, v and
+// dy begin at multiples of 16 bytes and hold whole vectors of 4. kDirect: gradients of q, k, gate
+// and beta are not added up by finish_grad.
+template <int K, int V, int kBlockCols, int kStages, bool kWide, bool kDirect>
 __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads,
                                   kStages > 2 ? 1 : kWalkBlocks)
-    delta_grad32_walk(const CallArgs a, const GradArgs g, const SpaceArgs space,
-                      const CutArgs cut) {
+    delta_grad32_walk(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = WalkShape<K, V, kBlockCols, kStages>;
   static_assert(kBlockCols % 16 == 0, "a warp has 16 columns");
   static_assert(kStages >= 2, "one chunk at hand and one on its way");
@@ -30,18 +27,16 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const long long half = gridDim.x / 2;
   const bool back = blockIdx.x < half;
-  const long long part = back ? blockIdx.x : blockIdx.x - half;
-  const long long item = kCut == kPieces ? part / cut.pieces : part;
+  const long long item = back ? blockIdx.x : blockIdx.x - half;
   const int col0 = static_cast<int>(item % S::kColBlocks) * kBlockCols;
   const int cols = min(kBlockCols, V - col0);
   const long long nh = item / S::kColBlocks, n = nh / a.H, h = nh % a.H;
   const Sequence seq = sequence(a, n);
   const long long b = seq.b, start = seq.start, stop = seq.stop;
   const int chunks = static_cast<int>((stop - start + kChunk - 1) / kChunk);
-  const Pieces<kCut, K, V> pieces(cut, 2 * nh + back, part, chunks);
   const long long entry = first_slot<kChunk>(a, n) * a.H + h;
   float* const dv = static_cast<float*>(a.y) + b * a.y_stride[0] + h * a.y_stride[2] + col0;
-  if (back && a.cu_seqlens && n == a.N - 1 && pieces.first == 0)
+  if (back && a.cu_seqlens && n == a.N - 1)
     clear_tail<K>(a, g, h, stop, dv, cols, kDirect && col0 == 0);
 
   const long long hq = h / a.group;
@@ -67,95 +62,69 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
               dv + start * a.y_stride[1],
               entry,
               back ? space.late : space.states,
-              static_cast<float>(a.scale),
-              chunks,
-              nullptr};
-  const int group = warp / S::kParts, own0 = group * 16, value_tile = col0 / 16 + group;
+              static_cast<float>(a.scale)};
   __syncthreads();
-  pieces.each([&](int piece) {
-    Turns turns = pieces.turns(piece);
-    Walker<S> walker;
-    walker.lane = lane;
-    walker.part = warp % S::kParts;
-    walker.barrier = 1 + group;
-    walker.sums =
-        reinterpret_cast<float4*>(shared + S::kSumsAt) + group * S::kParts * (kChunk / 8 * 32);
-    const auto left = [&](int turn) {
-      return space.prepared[entry + (back ? chunks - 1 - turn : turn) * a.H].weights.whole;
-    };
-    if (!begin_walk<kCut, K, V>(pieces, piece, turns, walker, true, col0 + own0, cols - own0, lane,
-                                kUnlike, left))
-      return;
-    if (kCut != kWhole) {
-      if (threadIdx.x == 0) {
-        float* const state = back && a.state ? static_cast<float*>(a.state) + nh * K * V : nullptr;
-        float* const to = pieces.target(piece, turns.end, state);
-        copier.end = turns.end;
-        copier.to = to ? to + col0 : nullptr;
-      }
-      __syncthreads();
-    }
-    if (turns.begin < copier.end) copier.fetch_weights(shared, turns.begin);  // with the chunk
-    for (int i = turns.begin; i < turns.begin + kStages - 1; i++) copier.fetch(shared, i);
-    if (piece == 0) {
-      const void* const first = back ? g.dstate : a.initial_state;
-      const long long* const stride = back ? g.dstate_stride : a.state_stride;
-      const float* const at = static_cast<const float*>(first) + n * stride[0] + h * stride[1] +
-                              (col0 + own0) * stride[3];
-      walker.each([&](float& s, int row, int col) {
-        s = first && row < K && own0 + col < cols ? at[row * stride[2] + col * stride[3]] : 0.f;
-      });
-    }
-    for (int i = turns.begin; i < copier.end; i++) {
-      copier.turn(shared, i);
-      const int c = copier.chunk(i);
-      const float* const k = copier.stage(shared, i);
-      const float* const values = k + S::kValuesAt + own0;
-      const float* const inverse = k + S::kPairsAt;
-      const ChunkWeights& weights =
-          *reinterpret_cast<const ChunkWeights*>(copier.weights(shared, i));
-      const long long at_entry = copier.entry + c * a.H;
-      const bool real = (V % kBlockCols == 0 || value_tile < S::kValueTiles) && !pieces.early();
-      float* const saved = copier.states + at_entry * S::kState +
-                           static_cast<long long>(value_tile) * S::kRowTiles * kBlockSize;
-      if (copier.back) {
-        ChunkColumns x;
-        const float* const q = k + S::kRowsOfK;
-        const float* const scores = inverse + S::kPairs;
-        if (weights.strained)
-          walker.anew([&](Walker<S>& own) {
-            own.template back<true>(x, k, q, values, inverse, scores, weights,
-                                    real ? saved : nullptr, copier.scale);
-          });
-        else
-          walker.template back<false>(x, k, q, values, inverse, scores, weights,
-                                      real ? saved : nullptr, copier.scale);
-        const long long t = static_cast<long long>(c) * kChunk;
-        const int tokens = static_cast<int>(min(copier.tokens - t, static_cast<long long>(kChunk)));
-        if (!pieces.early())
-          walker.put(copier.dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,
-                     copier.cols - own0);
-      } else {
-        float* const misses =
-            space.misses + at_entry * (kChunk * S::kValues) + value_tile * kBlocks * kBlockSize;
-        if (weights.strained)
-          walker.anew([&](Walker<S>& own) {
-            own.template forward<true>(k, values, inverse, weights, real ? saved : nullptr, misses);
-          });
-        else
-          walker.template forward<false>(k, values, inverse, weights, real ? saved : nullptr,
-                                         misses);
-      }
-    }
-    if (kCut != kWhole) {
-      if (copier.to) keep<K, V>(walker, copier.to + own0, copier.cols - own0);
-    } else if (back && a.state) {
-      float* const kept = static_cast<float*>(a.state) + nh * K * V + col0 + own0;
-      walker.each([&](float& s, int row, int col) {
-        if (row < K && own0 + col < copier.cols) kept[static_cast<long long>(row) * V + col] = s;
-      });
-    }
+  if (chunks > 0) copier.fetch_weights(shared, 0);  // which come with the chunk
+  for (int i = 0; i < kStages - 1; i++) copier.fetch(shared, i);
+
+  const int group = warp / S::kParts, own0 = group * 16, value_tile = col0 / 16 + group;
+  Walker<S> walker;
+  walker.lane = lane;
+  walker.part = warp % S::kParts;
+  walker.barrier = 1 + group;
+  walker.sums =
+      reinterpret_cast<float4*>(shared + S::kSumsAt) + group * S::kParts * (kChunk / 8 * 32);
+  const void* const first = back ? g.dstate : a.initial_state;
+  const long long* const stride = back ? g.dstate_stride : a.state_stride;
+  const float* const at =
+      static_cast<const float*>(first) + n * stride[0] + h * stride[1] + (col0 + own0) * stride[3];
+  walker.each([&](float& s, int row, int col) {
+    s = first && row < K && own0 + col < cols ? at[row * stride[2] + col * stride[3]] : 0.f;
   });
+  for (int i = 0; i < copier.chunks; i++) {
+    copier.turn(shared, i);
+    const int c = copier.chunk(i);
+    const float* const k = copier.stage(shared, i);
+    const float* const values = k + S::kValuesAt + own0;
+    const float* const inverse = k + S::kPairsAt;
+    const ChunkWeights& weights = *reinterpret_cast<const ChunkWeights*>(copier.weights(shared, i));
+    const long long at_entry = copier.entry + c * a.H;
+    const bool real = V % kBlockCols == 0 || value_tile < S::kValueTiles;
+    float* const saved = copier.states + at_entry * S::kState +
+                         static_cast<long long>(value_tile) * S::kRowTiles * kBlockSize;
+    if (copier.back) {
+      ChunkColumns x;
+      const float* const q = k + S::kRowsOfK;
+      const float* const scores = inverse + S::kPairs;
+      if (weights.strained)
+        walker.anew([&](Walker<S>& own) {
+          own.template back<true>(x, k, q, values, inverse, scores, weights, real ? saved : nullptr,
+                                  copier.scale);
+        });
+      else
+        walker.template back<false>(x, k, q, values, inverse, scores, weights,
+                                    real ? saved : nullptr, copier.scale);
+      const long long t = static_cast<long long>(c) * kChunk;
+      const int tokens = static_cast<int>(min(copier.tokens - t, static_cast<long long>(kChunk)));
+      walker.put(copier.dv + t * a.y_stride[1] + own0, a.y_stride[1], x, tokens,
+                 copier.cols - own0);
+    } else {
+      float* const misses =
+          space.misses + at_entry * (kChunk * S::kValues) + value_tile * kBlocks * kBlockSize;
+      if (weights.strained)
+        walker.anew([&](Walker<S>& own) {
+          own.template forward<true>(k, values, inverse, weights, real ? saved : nullptr, misses);
+        });
+      else
+        walker.template forward<false>(k, values, inverse, weights, real ? saved : nullptr, misses);
+    }
+  }
+  if (back && a.state) {
+    float* const kept = static_cast<float*>(a.state) + nh * K * V + col0 + own0;
+    walker.each([&](float& s, int row, int col) {
+      if (row < K && own0 + col < copier.cols) kept[static_cast<long long>(row) * V + col] = s;
+    });
+  }
 }
 
 // Gradients of one chunk of a head, if it is strained or is not, by a block of kTokenThreads.

@@ -43,8 +43,6 @@ struct ChunkCopier {
   long long entry;  // of the first chunk
   float* states;    // that are saved
   float scale;
-  int end;    // of the turns
-  float* to;  // where the state after them goes, or null
 
   __device__ __forceinline__ int chunk(int i) const { return back ? chunks - 1 - i : i; }
   static __device__ __forceinline__ float* stage(float* shared, int i) {
@@ -65,10 +63,10 @@ struct ChunkCopier {
       cp_async<16>(weights(shared, i) + e, from + e);
   }
 
-  // The chunk of turn i, if there is one, and weights of the one that comes after it.
+  // The chunk of turn i, and weights of the one that comes after it.
   __device__ __forceinline__ void fetch(float* shared, int i) const {
     const int thread = threadIdx.x - first_thread;  // known late: no register is held for it
-    if (i < end) {
+    if (i < chunks) {
       const int c = chunk(i);
       float* const stage = this->stage(shared, i);
       const long long t = static_cast<long long>(c) * kChunk;
@@ -85,7 +83,7 @@ struct ChunkCopier {
       float* const pairs = stage + S::kPairsAt;
       copy_pairs<S::kThreads>(pairs, from.inverse, thread);
       if (back) copy_pairs<S::kThreads>(pairs + S::kPairs, from.scores, thread);
-      if (i + 1 < end) fetch_weights(shared, i + 1);
+      if (i + 1 < chunks) fetch_weights(shared, i + 1);
     }
     cp_async_commit();
   }

@@ -12,9 +12,6 @@ constexpr int kBlocks = kChunk / kBlock;
 constexpr int kPad = 4;  // floats after each row in shared memory: rows in different banks
 constexpr int kPairRow = kChunk + kPad;
 
-// States that are the same but for rounding: numbers are split in planes of 16 bits together.
-constexpr float kUnlike = 1.f / (1 << 16);  // of a column's largest number
-
 struct ChunkWeights {
   float from_start[kChunk];  // gates 0 to t
   float to_end[kChunk];      // gates t + 1 to 31

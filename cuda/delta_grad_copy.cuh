@@ -32,9 +32,9 @@ struct ChunkCopier {
   int chunks, cols, half, lane;
   bool back;
 
-  // The chunk of turn i, if that comes before `end`.
-  __device__ __forceinline__ void fetch(int i, int end) const {
-    if (i < end) {
+  // The chunk of turn i.
+  __device__ __forceinline__ void fetch(int i) const {
+    if (i < chunks) {
       const int c = back ? chunks - 1 - i : i;
       unsigned short* const stage = stages + i % kStages * S::kStage;
       const long long t = static_cast<long long>(c) * kChunk + half * kCopyRows;
@@ -57,13 +57,13 @@ struct ChunkCopier {
     cp_async_commit();
   }
 
-  __device__ __forceinline__ void run(int begin, int end) const {
-    for (int i = begin; i < begin + kStages - 1; i++) fetch(i, end);
-    for (int i = begin; i < end; i++) {
+  __device__ __forceinline__ void run() const {
+    for (int i = 0; i < kStages - 1; i++) fetch(i);
+    for (int i = 0; i < chunks; i++) {
       cp_async_wait<kStages - 2>();
       __syncthreads();
       if (S::kParts > 1) meet_beside();
-      fetch(i + kStages - 1, end);
+      fetch(i + kStages - 1);
     }
   }
 };

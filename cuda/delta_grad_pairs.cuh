@@ -32,25 +32,25 @@ struct Pairs : TokenWarp {
         if (c == r()) keep_below(scores[0], agree[0]);
         weigh(c, scores[0], agree[0]);
       }
-      return;
-    }
-    float scores[kBlocks][2][4], agree[kBlocks][2][4];
-    switch (r()) {  // without a branch between products they hide each other's latency
-      case 0:
-        multiply_down<1>(scores, agree, x, d);
-        break;
-      case 1:
-        multiply_down<2>(scores, agree, x, d);
-        break;
-      case 2:
-        multiply_down<3>(scores, agree, x, d);
-        break;
-      default:
-        multiply_down<4>(scores, agree, x, d);
-    }
+    } else {
+      float scores[kBlocks][2][4], agree[kBlocks][2][4];
+      switch (r()) {  // without a branch between products they hide each other's latency
+        case 0:
+          multiply_down<1>(scores, agree, x, d);
+          break;
+        case 1:
+          multiply_down<2>(scores, agree, x, d);
+          break;
+        case 2:
+          multiply_down<3>(scores, agree, x, d);
+          break;
+        default:
+          multiply_down<4>(scores, agree, x, d);
+      }
 #pragma unroll
-    for (int c = 0; c < kBlocks; c++) {
-      if (c <= r()) weigh(c, scores[c], agree[c]);
+      for (int c = 0; c < kBlocks; c++) {
+        if (c <= r()) weigh(c, scores[c], agree[c]);
+      }
     }
   }
 

@@ -7,10 +7,6 @@
 
 constexpr int kPad = 8;  // 16-bit numbers after each row in shared memory: rows in different banks
 
-// States that are the same but for rounding: one number that is rounded the other way to bfloat16
-// sets a column apart by less than this part of its largest number.
-constexpr float kUnlike = 1.f / 512;
-
 struct ChunkWeights {
   float from_start[kChunk];  // gates 0 to t
   float to_end[kChunk];      // gates t + 1 to 63, and beta of t

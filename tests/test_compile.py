@@ -15,8 +15,6 @@ nvrtc = pytest.importorskip("host.nvrtc", reason="needs cuda-bindings", exc_type
 pytest.importorskip("cupy")
 
 from cupy_gdelta.gpu import (  # noqa: E402
-    chunks_grad,
-    cut,
     delta,
     delta16,
     delta32,
@@ -85,7 +83,7 @@ def instantiations(
         "delta_sm90": set(),
     }
     engines = (False, True) if arch == "sm_90a" else (False,)
-    shared_limit = shared_memory(arch)
+    shared_limit = (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
     for (K, V), dtype, T, n, sms, bytes_, rule, copied in itertools.product(
         shapes, dtypes, tokens, items, multiprocessors, aligned, recurrent.RULES, engines
     ):
@@ -138,11 +136,6 @@ def instantiations(
             }
         found["step"].update(step_instantiations(rule, dtype, K, V, bytes_, normalise))
     return {stem: sorted(expressions) for stem, expressions in found.items()}
-
-
-def shared_memory(arch: str) -> int:
-    """Bytes that a block may have."""
-    return (99 if arch == "sm_120" else 163 if arch == "sm_80" else 227) * 1024
 
 
 def delta_grad_instantiations(dtype, K, tile) -> set[str]:
@@ -198,28 +191,6 @@ def test_chunks_of_32_tokens_stay_in_registers(arch):
         found = instantiations(**FEW | sizes | tokens)
         stems = ("linear32", "delta16", "delta32")
         assert_in_registers({stem: found[stem] for stem in stems}, arch)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
-def test_walks_in_pieces_stay_in_registers(arch, monkeypatch):
-    monkeypatch.setattr(cut, "WORTH", 0.6)
-    for tiles in (chunks_grad, delta_grad_tile):
-        monkeypatch.setattr(tiles, "best_tile", tiles.best_tile.__wrapped__)
-    found: dict[str, set[str]] = {"linear_grad": set(), "delta_grad": set(), "delta_grad32": set()}
-    kinds = [("bfloat16", 128), ("bfloat16", 64), ("float32", 64), ("float32", 24)]
-    for rule, (dtype, size), heads in itertools.product(("linear", "delta"), kinds, (4, 16)):
-        limits = {"shared_limit": shared_memory(arch)}
-        chosen = plan.choose_grad(rule, dtype, 32768, heads, size, size, 132, **limits)
-        if chosen.kernel == "recurrent_grad":
-            continue
-        if rule == "linear":
-            stem, expressions = "linear_grad", linear_grad.expressions(chosen.tile, False)
-        else:
-            stem, expressions = chosen.tile.stem, delta_grad.expressions(chosen.tile, True)
-        found[stem] |= {e for e in expressions if "kPieces" in e or "kAgain" in e}
-    assert all(found.values())
-    assert_in_registers({stem: sorted(names) for stem, names in found.items()}, arch)
 
 
 @pytest.mark.timeout(600)

@@ -37,7 +37,6 @@ from posed import (
 )
 
 from cupy_gdelta.gpu import delta_grad, delta_grad_tile, loader, plan
-from cupy_gdelta.gpu.cut import Cut
 from cupy_gdelta.gpu.delta_grad_tile import DeltaGradTile
 
 STEMS = ("delta_grad", "delta_grad32")
@@ -59,11 +58,9 @@ class Case:
     prepare: Callable = field(default=dict, hash=False)  # inputs -> the inputs passed
     rule: str = "delta"
     dtype: str = "bfloat16"
-    piece: int = 0  # chunks; 0: walks are whole
 
     def __str__(self) -> str:
         how = "" if self.prepare is dict else f"-{self.prepare.__name__}"
-        how += f"-pieces of {self.piece}" if self.piece else ""
         return f"{self.dtype}-{self.K}x{self.V}-T{self.T}-{self.gate}-{'-'.join(self.options)}{how}"
 
     @property
@@ -72,8 +69,7 @@ class Case:
         tile = delta_grad_tile.best_tile(*sizes, self.wide, plan.SHARED_LIMIT)
         assert tile is not None
         cols = self.block_cols or tile.block_cols
-        tile = replace(tile, block_cols=cols, stages=self.stages)
-        return replace(tile, cut=Cut(self.piece, tile.chunk, 32, 2)) if self.piece else tile
+        return replace(tile, block_cols=cols, stages=self.stages)
 
     @property
     def expressions(self) -> list[str]:
@@ -101,13 +97,6 @@ def logarithms(x: dict) -> dict:
     """Logarithms of the gates instead."""
     gate = x.pop("gate")
     return x | {"log_gate": -1e-1 * abs(gate)}
-
-
-def lasting_heads(x: dict) -> dict:
-    """Every other head forgets nearly nothing."""
-    gate = x["gate"].copy()
-    gate[:, :, 1::2] = 0.9995
-    return x | {"gate": gate}
 
 
 def narrow_logarithms(x: dict) -> dict:
@@ -261,17 +250,6 @@ CASES = [
 ]
 
 
-CASES += [
-    Case(64, 64, T=450, gate="0.2", piece=2),
-    Case(72, 24, T=400, gate="0.2", piece=2, prepare=lasting_heads),
-    Case(24, 40, T=300, gate="one", piece=1),
-    Case(24, 24, T=300, piece=1),
-    Case(32, 32, T=330, gate="negative", piece=2, H=4, options={"qk_l2norm": True}),
-    Case(
-        33, 17, T=400, gate="0.2", wide=False, piece=2, options={"cu_seqlens": [0, 5, 5, 300, 390]}
-    ),
-    Case(32, 32, T=300, piece=1, prepare=state_alone, gate="0.2"),
-]
 CASES += [replace(case, dtype="float32") for case in CASES if max(case.K, case.V) <= 64]
 CASES += [
     Case(64, 64, T=1000, H=1, Hq=1, gate="one", prepare=one_key, dtype="float32"),
@@ -325,10 +303,8 @@ def constant(case: Case, number: float, names: str, gate: float, beta: float, fa
     return {name: family.array(a, case.dtype) for name, a in x.items()}
 
 
-def run_on_host(
-    kernels: dict, case: Case, x: dict, without: str = "-", **how
-) -> dict[str, np.ndarray]:
-    """Launch on NumPy arrays as gpu.delta_grad.launch does on CuPy's, but kernels ``without``."""
+def run_on_host(kernels: dict, case: Case, x: dict, **how) -> dict[str, np.ndarray]:
+    """Launch on NumPy arrays as gpu.delta_grad.launch does on CuPy's."""
     p, grads = pose_grad(case, x)
     tile = case.tile
     needed = delta_grad.sizes(p, tile)
@@ -343,8 +319,6 @@ def run_on_host(
     how |= {"reads": reads, "writes": writes}
     found = delta_grad.launches(addressed(p), tile, views, offsets and addressed(offsets), at)
     for name, blocks, threads, shared, args in found:
-        if without in name:
-            continue
         structs = [a[0] if isinstance(a, np.ndarray) else a for a in args]
         kernels[tile.stem].launch(name, blocks, threads, shared, structs, **how)
     return {name: view.owner for name, view in grads.items()}
@@ -463,13 +437,8 @@ def plants() -> list[tuple[str, str, int]]:
 
 PLANTED = {  # several chunks, padding, and for 16 bits two parts of a state; gates that overflow;
     # rows that are copied number by number
-    "delta_grad": [
-        Case(72, 24, T=200),
-        Case(32, 32, T=140, prepare=soaring, gate="random"),
-        Case(24, 24, T=300, H=4, Hq=4, piece=1, gate="0.2", prepare=lasting_heads),
-    ],
+    "delta_grad": [Case(72, 24, T=200), Case(32, 32, T=140, prepare=soaring, gate="random")],
     "delta_grad32": [
-        Case(24, 24, T=160, H=4, Hq=4, piece=1, gate="0.2", prepare=lasting_heads, dtype="float32"),
         Case(40, 24, T=100, dtype="float32"),
         Case(32, 32, T=100, prepare=betas, dtype="float32"),
         Case(17, 33, T=65, wide=False, dtype="float32"),

@@ -32,8 +32,7 @@ from posed import (
 )
 from test_recurrent_grad import absent, logarithms, narrow, state_alone, strided
 
-from cupy_gdelta.gpu import chunks_grad, linear_grad, loader, plan
-from cupy_gdelta.gpu.cut import Cut
+from cupy_gdelta.gpu import call, chunks_grad, linear_grad, loader, plan, recurrent_grad
 
 SOURCE = loader.folder() / "linear_grad.cu"
 ORDERED = re.compile(r"__syncthreads\(\);|cp_async_wait<[^;]*;")  # what keeps threads in step
@@ -56,11 +55,9 @@ class Case:
     options: dict = field(default_factory=dict, hash=False)
     prepare: Callable = field(default=dict, hash=False)  # inputs -> the inputs passed
     rule: str = "linear"
-    piece: int = 0  # chunks; 0: the way from chunk to chunk is whole
 
     def __str__(self) -> str:
         how = self.prepare.__name__ if self.prepare is not dict else self.gate
-        how += f"-pieces of {self.piece}" if self.piece else ""
         return f"{self.dtype}-{self.K}x{self.V}-T{self.T}-{how}"
 
     @property
@@ -69,8 +66,7 @@ class Case:
         tile = chunks_grad.best_tile(self.dtype, *sizes, plan.SHARED_LIMIT)
         assert tile is not None
         tile = replace(tile, apart=tile.apart and self.apart, roles=self.roles or tile.roles)
-        tile = replace(tile, cols=self.cols) if self.cols else tile
-        return replace(tile, cut=Cut(self.piece, 64, 32)) if self.piece else tile
+        return replace(tile, cols=self.cols) if self.cols else tile
 
     @property
     def expressions(self) -> tuple[str, ...]:
@@ -88,18 +84,6 @@ def above_one(x: dict) -> dict:
     return x
 
 
-def lasting_heads(x: dict) -> dict:
-    """Every other head forgets nearly nothing."""
-    x["gate"][:, :, 1::2] = 0.9995
-    return x
-
-
-def forgetful(x: dict) -> dict:
-    """Gates that forget everything in about 37 chunks."""
-    x["gate"][...] = 0.987
-    return x
-
-
 def overflowing(x: dict) -> dict:
     """Gates whose products overflow, between tokens that neither write nor are read."""
     x["gate"][:, 10:31] = 1e9
@@ -110,7 +94,6 @@ def overflowing(x: dict) -> dict:
     return x
 
 
-LONG = Case("bfloat16", 16, 16, T=4900, H=1, Hq=1, piece=38, prepare=forgetful)
 CASES = [
     Case("float32", 64, 64),
     Case("bfloat16", 64, 64),
@@ -144,30 +127,11 @@ CASES = [
     Case("bfloat16", 24, 24, prepare=overflowing),
     Case("bfloat16", 24, 24, gate="1e-37"),
     Case("float16", 24, 24, gate="1e-37"),
-    Case("bfloat16", 64, 64, T=450, gate="0.2", piece=2),
-    Case("bfloat16", 72, 24, T=400, gate="0.2", piece=2, prepare=lasting_heads),
-    Case("float32", 24, 40, T=300, gate="0.2", piece=1, H=4, Hq=2, prepare=lasting_heads),
-    Case("float32", 24, 24, T=300, gate="one", piece=1),
-    Case("float16", 24, 24, T=300, piece=1, prepare=logarithms),
-    Case("float32", 24, 24, T=300, gate="negative", piece=2),
-    Case(
-        "bfloat16",
-        33,
-        17,
-        T=400,
-        wide=False,
-        piece=2,
-        gate="0.2",
-        options={"cu_seqlens": [0, 5, 5, 300, 390]},
-    ),
-    Case("bfloat16", 24, 24, T=300, gate="0.2", piece=1, prepare=state_alone),
 ]
 
 
-def run_on_host(
-    kernels: simt.Kernels, case: Case, x: dict, without: str = "-", **how
-) -> dict[str, np.ndarray]:
-    """Launch on NumPy arrays as gpu.linear_grad.launch does on CuPy's, but kernels ``without``."""
+def run_on_host(kernels: simt.Kernels, case: Case, x: dict, **how) -> dict[str, np.ndarray]:
+    """Launch on NumPy arrays as gpu.linear_grad.launch does on CuPy's."""
     p, grads = pose_grad(case, x)
     tile = case.tile
     needed = linear_grad.sizes(p, tile)
@@ -177,13 +141,18 @@ def run_on_host(
     if offsets is not None:
         reads["cu_seqlens"] = offsets.array
     views = {name: addressed(view) for name, view in grads.items()}
+    ready = addressed(p)
     spaces = linear_grad.addresses(space.ctypes.data, needed)
+    args = [
+        call.arguments(
+            ready, views["v"], views.get("initial_state"), offsets and addressed(offsets)
+        )[0],
+        recurrent_grad.arguments(ready, views, spaces)[0],
+    ]
     writes = {f"d {name}": view.array for name, view in grads.items()} | {"space": space}
     how |= {"reads": reads, "writes": writes}
-    found = linear_grad.launches(addressed(p), tile, views, offsets and addressed(offsets), spaces)
-    for name, blocks, threads, shared, args in found:
-        if without not in name:
-            kernels.launch(name, blocks, threads, shared, [x[0] for x in args], **how)
+    for name, blocks, threads, shared in linear_grad.launches(p, tile):
+        kernels.launch(name, blocks, threads, shared, args, **how)
     return {name: view.owner for name, view in grads.items()}
 
 
@@ -277,8 +246,6 @@ def test_a_missing_barrier_or_wait_is_caught(name, which, tmp_path, rng):
     planted.write_text(text[: found.start()] + ";" + text[found.end() :])
     # chunks enough to come around, and every branch that has one: copied as they are, and weighed
     cases = [Case(t, 24, 24, T=500, H=1, Hq=1, apart=False) for t in ("bfloat16", "float32")]
-    cases += [replace(case, piece=1, gate="0.2") for case in cases]  # and of pieces
-    cases.append(LONG)
     names = [expression for case in cases for expression in case.expressions]
     kernels = simt.Kernels(tmp_path / "linear_grad.cu", names)
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
-
-from . import cut
-from .cut import Cut, Walk
+from dataclasses import dataclass
 
 CHUNK = 64  # tokens
 MAX_D = 128  # rows and columns of the state
@@ -33,18 +30,8 @@ class ChunkGradTile:
     parts: int = 1  # warps that share the columns of 16 rows
     roles: int = 1  # 2: other warps make gradients of queries than those of keys and values
     room: int = SHARED_BYTES  # shared memory of a multiprocessor
-    cut: Cut | None = None  # of the way from chunk to chunk
 
-    @property
-    def reason(self) -> str:
-        pieces = "" if self.cut is None else ", in pieces"
-        return f"states of chunks{pieces}, then all chunks at once"
-
-    def of(self, walk: Walk) -> ChunkGradTile:
-        """The tile of one launch of walks."""
-        if self.cut is None or walk.how != "kPieces":
-            return self
-        return replace(self, cols=self.cut.cols)
+    reason = "states of chunks, then all chunks at once"
 
     @property
     def col_blocks(self) -> int:
@@ -113,8 +100,7 @@ def best_tile(
 ) -> ChunkGradTile | None:
     """The widest tile that fits; None where none does, or tokens are too few for it.
 
-    Where heads are too few to fill the chip, more blocks share the columns of a state, or have
-    pieces of a sequence.
+    Where heads are too few to fill the chip, more blocks share the columns of a state.
     """
     if dtype not in ("bfloat16", "float16", "float32") or max(K, V) > MAX_D or T < SHORTEST:
         return None
@@ -128,19 +114,9 @@ def best_tile(
     most = 64 if dtype == "bfloat16" or K <= 64 else 32  # for the registers of a warp
     room = shared_limit + BLOCK_BYTES
     widths = [cols for cols in (64, 32, 16) if cols == 16 or (cols <= most and cols < 2 * V)]
-    found = None
     for cols, apart in itertools.product(widths, (True, False)):
         tile = ChunkGradTile(dtype, K, V, cols, wide, apart, parts, roles, room)
-        if max(tile.shared_bytes, tile.state_bytes) > shared_limit:
-            continue
-        found = found or tile  # the widest
-        if 2 * items * tile.col_blocks >= 0.9 * multiprocessors or cols == widths[-1]:
-            break
-    if found is None or not wide or 2 * items * found.col_blocks >= 0.9 * multiprocessors:
-        return found and tile
-    blocks, together = 2 * items * found.col_blocks, 1
-    if dtype == "float32" and max(K, V) <= 64:  # two have registers enough
-        together = 2
-    together = min(together, room // (found.state_bytes + BLOCK_BYTES))
-    chosen = cut.choose(T, CHUNK, found.cols, 0, blocks, multiprocessors * together)
-    return replace(tile, cut=chosen)
+        enough = 2 * items * tile.col_blocks >= 0.9 * multiprocessors or cols == widths[-1]
+        if enough and max(tile.shared_bytes, tile.state_bytes) <= shared_limit:
+            return tile
+    return None

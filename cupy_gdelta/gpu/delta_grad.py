@@ -4,8 +4,7 @@ The workspace has, for each chunk of a head (and one more chunk for each packed 
 before it and the gradient of the one after it, tables, and what was written, V numbers a token. For
 bfloat16 a chunk is 64 tokens, with 26 KB of tables and numbers in bfloat16; for float32 it is 32
 tokens, with 9 KB and float32. Where heads share q and k, or rows are made of unit length, there are
-also dq and dk of every head in float32, and q and k of unit length; where walks are cut, two states
-in float32 for each piece of a walk, of which there are about as many as fill the chip.
+also dq and dk of every head in float32, and q and k of unit length.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import ITEMSIZE, View
 from ..problem import Problem
-from . import call, cut, loader, recurrent_grad
-from .cut import Walk
+from . import call, loader, recurrent_grad
 from .delta_grad_tile import DeltaGradTile, DeltaGradTile32
 from .loader import Launch
 from .plan import Plan
@@ -36,23 +34,14 @@ BLOCKS = 1 << 16
 @functools.lru_cache(maxsize=4096)
 def expressions(tile: DeltaGradTile, direct: bool) -> tuple[str, ...]:
     """The template instantiations for a tile, as NVRTC is asked for them, in order."""
+    K, V, wide = tile.K, tile.V, str(tile.wide).lower()
+    flags = f"{wide}, {str(direct).lower()}"
     kinds = ("tokens", "strained") if isinstance(tile, DeltaGradTile32) else ("tokens",)
     return (
-        f"{tile.stem}_prepare<{tile.K}, {str(tile.wide).lower()}>",
-        *dict.fromkeys(walk_expression(tile, direct, walk) for walk in cut.walks(tile.cut, 1)),
-        *(f"{tile.stem}_{kind}<{tile.K}, {tile.V}, {flags(tile, direct)}>" for kind in kinds),
+        f"{tile.stem}_prepare<{K}, {wide}>",
+        f"{tile.stem}_walk<{K}, {V}, {tile.block_cols}, {tile.stages}, {flags}>",
+        *(f"{tile.stem}_{kind}<{K}, {V}, {flags}>" for kind in kinds),
     )
-
-
-def flags(tile: DeltaGradTile, direct: bool) -> str:
-    return f"{str(tile.wide).lower()}, {str(direct).lower()}"
-
-
-def walk_expression(tile: DeltaGradTile, direct: bool, walk: Walk) -> str:
-    """The template instantiation for one launch of walks."""
-    shape = tile.of(walk)
-    sizes = f"{tile.K}, {tile.V}, {shape.block_cols}, {shape.stages}"
-    return f"{tile.stem}_walk<{sizes}, {flags(tile, direct)}, {walk.how}>"
 
 
 def is_direct(p: Problem) -> bool:
@@ -81,7 +70,6 @@ def sizes(p: Problem, tile: DeltaGradTile) -> dict[str, int]:
         "partial_dq": partial,
         "partial_dk": partial,
         "partial_scalars": 0 if direct else 8 * tokens * p.H,
-        "edges": 0 if tile.cut is None else tile.cut.edge_bytes(p),
     }
 
 
@@ -148,10 +136,9 @@ def launches(
     last = space(p, tile, spaces)
     first = (args, own, last) if isinstance(tile, DeltaGradTile32) else (args, last)
     direct = is_direct(p)
-    walks = cut.walks(tile.cut, p.T)
-    prepare, *names = expressions(tile, direct)
-    tokens, *strained = names[len({walk.how for walk in walks}) :]
+    prepare, walk, tokens, *strained = expressions(tile, direct)
     items = min(slots(p, tile.chunk) * p.H, call.MAX_GRID)
+    walks = 2 * p.N * p.H * tile.column_blocks
     rows = math.ceil(p.B * p.T * p.Hq * 32 / UNIT_THREADS)
     found = []
     if p.qk_l2norm:
@@ -159,15 +146,11 @@ def launches(
         name = f"{tile.stem}_units<{p.K}>"
         blocks = min(2 * rows, BLOCKS)
         found.append(Launch(name, blocks, UNIT_THREADS, 0, (given, own, *outputs)))
-    found.append(Launch(prepare, items, tile.prepare_threads, tile.prepare_bytes, first))
-    for walk in walks:
-        shape = tile.of(walk)
-        blocks = 2 * p.N * p.H * shape.column_blocks * walk.pieces
-        pieces = cut.arguments(p, tile.cut, walk, spaces["edges"])
-        name = walk_expression(tile, direct, walk)
-        sizes = blocks, shape.walk_threads, shape.walk_bytes
-        found.append(Launch(name, *sizes, (args, own, last, pieces)))
-    found.append(Launch(tokens, items, tile.token_threads, tile.token_bytes, (args, own, last)))
+    found += [
+        Launch(prepare, items, tile.prepare_threads, tile.prepare_bytes, first),
+        Launch(walk, walks, tile.walk_threads, tile.walk_bytes, (args, own, last)),
+        Launch(tokens, items, tile.token_threads, tile.token_bytes, (args, own, last)),
+    ]
     found += [
         Launch(name, -(-items // LOOKED), tile.token_threads, tile.token_bytes, (args, own, last))
         for name in strained

@@ -7,8 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from . import chunks, cut
-from .cut import Cut, Walk
+from . import chunks
 
 MOST = 128  # K and V
 MOST32 = 64
@@ -27,7 +26,6 @@ class DeltaGradTile:
     block_cols: int
     stages: int
     wide: bool
-    cut: Cut | None = None  # else walks are whole
 
     stem: ClassVar[str] = "delta_grad"
     chunk: ClassVar[int] = 64  # tokens
@@ -38,16 +36,6 @@ class DeltaGradTile:
     token_threads: ClassVar[int] = 256
     weight_bytes: ClassVar[int] = 4 * (2 * 64 + 4)  # sizeof(ChunkWeights)
     prepared_bytes: ClassVar[int] = 5 * BLOCKS * BLOCK_BYTES + weight_bytes  # sizeof(Prepared)
-
-    @property
-    def reason(self) -> str:
-        return "chunks on tensor cores" + ("" if self.cut is None else ", walks in pieces")
-
-    def of(self, walk: Walk) -> DeltaGradTile:
-        """The tile of one launch of walks."""
-        if self.cut is None or walk.how != "kPieces":
-            return self
-        return dataclasses.replace(self, block_cols=self.cut.cols, stages=self.cut.stages)
 
     @property
     def column_blocks(self) -> int:
@@ -153,8 +141,7 @@ def best_tile(
 ) -> DeltaGradTile | None:
     """The widest tile that fills the chip; None where none fits or tokens are too few for it.
 
-    Two blocks go through each head's columns, one forward and one back. Where none fills the chip
-    and tokens are many, walks are cut.
+    Two blocks go through each head's columns, one forward and one back.
     """
     made, most, vector = DeltaGradTile, MOST, 8
     if dtype == "float32":
@@ -169,25 +156,10 @@ def best_tile(
         for tile in tiles
         if max(tile.walk_bytes, tile.token_bytes, tile.prepare_bytes) <= shared_limit
     ]
-    if not fitting:
-        return None
-    filling = [x for x in fitting if 2 * items * x.column_blocks >= 0.9 * multiprocessors]
-    if filling:
-        tile = filling[0]
+    for tile in fitting:
         blocks = 2 * items * tile.column_blocks
-        if dtype == "float32" and blocks > multiprocessors:
-            tile = dataclasses.replace(tile, stages=2)  # two blocks find room
-        if tile.block_cols == fitting[0].block_cols:
+        if blocks >= 0.9 * multiprocessors:
+            if dtype == "float32" and tile.stages == 3 and blocks > multiprocessors:
+                return dataclasses.replace(tile, stages=2)  # two blocks find room
             return tile
-    else:
-        narrow = [x for x in fitting if x.block_cols == fitting[-1].block_cols]
-        tile = narrow[-1] if dtype == "float32" else narrow[0]
-    # walks of few heads in pieces: in blocks as wide as registers allow
-    if dtype == "float32":
-        few, together = next(x for x in fitting if x.block_cols <= 32 and x.stages == 2), 2
-    else:
-        few, together = next(x for x in fitting if x.block_cols <= 32 or x.stages == 3), 1
-    together = min(together, (shared_limit + 1024) // (few.walk_bytes + 1024))
-    blocks, room = 2 * items * few.column_blocks, multiprocessors * together
-    chosen = cut.choose(T, made.chunk, few.block_cols, few.stages, blocks, room)
-    return dataclasses.replace(tile, cut=chosen)
+    return fitting[-1] if fitting else None

@@ -8,10 +8,8 @@ import math
 from .. import arrays
 from ..arrays import View
 from ..problem import Problem
-from . import call, cut, loader, recurrent_grad
+from . import call, loader, recurrent_grad
 from .chunks_grad import CHUNK, ChunkGradTile
-from .cut import Walk
-from .loader import Launch
 from .plan import Plan
 from .recurrent import TYPES
 from .recurrent_grad import FINISH_BLOCKS, FINISH_THREADS
@@ -25,16 +23,10 @@ def expressions(tile: ChunkGradTile, shared: bool) -> tuple[str, ...]:
     sizes = f"{dtype}, {tile.K}, {tile.V}"
     together = min(tile.together, 2) if shared else tile.together  # for registers
     found = (
-        *dict.fromkeys(walk_expression(tile, walk) for walk in cut.walks(tile.cut, 1)),
+        f"chunk_states<{sizes}, {tile.cols}, {wide}>",
         f"chunk_grads<{sizes}, {tile.parts}, {tile.roles}, {apart}, {wide}, {partial}, {together}>",
     )
     return (*found, f"finish_grad<{dtype}, float, false, {tile.K}, 1>") if shared else found
-
-
-def walk_expression(tile: ChunkGradTile, walk: Walk) -> str:
-    """The template instantiation for one launch of walks."""
-    sizes = f"{TYPES[tile.dtype]}, {tile.K}, {tile.V}, {tile.of(walk).cols}"
-    return f"chunk_states<{sizes}, {str(tile.wide).lower()}, {walk.how}>"
 
 
 def count_chunks(p: Problem) -> int:
@@ -53,54 +45,41 @@ def sizes(p: Problem, tile: ChunkGradTile) -> dict[str, int]:
         "partial_dq": 4 * -(-tokens * p.K // 4) * 4,
         "partial_dk": 4 * -(-tokens * p.K // 4) * 4,
         "partial_scalars": 4 * tokens * 2,
-        "edges": 0 if tile.cut is None else tile.cut.edge_bytes(p),
     }
+
+
+def launches(p: Problem, tile: ChunkGradTile) -> list[tuple[str, int, int, int]]:
+    """Kernels in order: expression, blocks, threads, bytes of shared memory."""
+    names = expressions(tile, p.Hq < p.H)
+    chunks = count_chunks(p) + (p.cu_seqlens is not None)
+    found = [
+        (names[0], p.N * p.H * 2 * tile.col_blocks, tile.state_threads, tile.state_bytes),
+        (names[1], chunks * p.H, tile.threads, tile.shared_bytes),
+    ]
+    if p.Hq < p.H:
+        rows = min(math.ceil(p.B * p.T * p.Hq * 32 / FINISH_THREADS), FINISH_BLOCKS)
+        found.append((names[2], rows, FINISH_THREADS, 0))
+    return found
 
 
 def launch(p: Problem, plan: Plan, grads: dict[str, View], offsets: View | None) -> list[View]:
     """Run on the current stream of the current device, which must be the arrays' own.
 
     Returns the workspace: for every 64 tokens of a head the state and its gradient, K V numbers
-    each, bfloat16 for bfloat16 and float32 otherwise, where heads share q and k 2 K + 2 float32
-    numbers a token of a head, and where states are made in pieces four in float32 for each.
+    each, bfloat16 for bfloat16 and float32 otherwise, and where heads share q and k 2 K + 2
+    float32 numbers a token of a head.
     """
     tile = plan.tile
     assert isinstance(tile, ChunkGradTile)
     needed = sizes(p, tile)
     space = arrays.empty(p.v, (sum(needed.values()) // 4,), "float32")
-    found = launches(p, tile, grads, offsets, addresses(space.ptr, needed))
-    loader.run("linear_grad", found, p.v.device)
-    return [space]
-
-
-def launches(
-    p: Problem,
-    tile: ChunkGradTile,
-    grads: dict[str, View],
-    offsets: View | None,
-    spaces: list[int],
-) -> list[Launch]:
-    """Kernels in order; ``spaces`` are addresses of the workspaces."""
-    *kept, edges = spaces
     args = (
         call.arguments(p, grads["v"], grads.get("initial_state"), offsets),
-        recurrent_grad.arguments(p, grads, kept),
+        recurrent_grad.arguments(p, grads, addresses(space.ptr, needed)),
     )
-    walks = cut.walks(tile.cut, p.T)
-    grads_of_chunks, *finish = expressions(tile, p.Hq < p.H)[len({x.how for x in walks}) :]
-    found = []
-    for walk in walks:
-        shape = tile.of(walk)
-        blocks = 2 * p.N * p.H * shape.col_blocks * walk.pieces
-        sizes = blocks, shape.state_threads, shape.state_bytes
-        pieces = cut.arguments(p, tile.cut, walk, edges)
-        found.append(Launch(walk_expression(tile, walk), *sizes, (*args, pieces)))
-    blocks = (count_chunks(p) + (p.cu_seqlens is not None)) * p.H
-    found.append(Launch(grads_of_chunks, blocks, tile.threads, tile.shared_bytes, args))
-    for name in finish:
-        rows = min(math.ceil(p.B * p.T * p.Hq * 32 / FINISH_THREADS), FINISH_BLOCKS)
-        found.append(Launch(name, rows, FINISH_THREADS, 0, args))
-    return found
+    found = [loader.Launch(*launch, args) for launch in launches(p, tile)]
+    loader.run("linear_grad", found, p.v.device)
+    return [space]
 
 
 def addresses(start: int, needed: dict[str, int]) -> list[int]:

@@ -192,7 +192,7 @@ def choose_grad(
     if rule == "delta" and dtype in ("bfloat16", "float32"):
         blocks = delta_grad_tile.best_tile(dtype, *sizes, aligned == 16, shared_limit)
         if blocks is not None:
-            return Plan("delta_grad", "float32", blocks, blocks.reason)
+            return Plan("delta_grad", "float32", blocks, "chunks on tensor cores")
     return choose_grad_by_tokens(rule, dtype, *sizes, aligned, log_gate, shared_limit)
 
 

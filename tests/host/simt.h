@@ -93,21 +93,6 @@ void barrier_access(const void* p, bool arrives);  // before an arrival, after a
 SIMT_INLINE void __syncthreads(SIMT_HERE) {
   simt::barrier(0, 0, true, {"__syncthreads", file, line});
 }
-// Blocks run one after the other, so that there is one vote at a time.
-inline int simt_votes;
-__attribute__((noinline, no_sanitize("thread"))) inline int simt_vote(bool first, int vote) {
-  return simt_votes = first ? vote : simt_votes | vote;
-}
-SIMT_INLINE int __syncthreads_or(int predicate, SIMT_HERE) {
-  const simt::Site site = {"__syncthreads_or", file, line};
-  if (threadIdx.x == 0) simt_vote(true, 0);
-  simt::barrier(0, 0, true, site);
-  simt_vote(false, predicate != 0);
-  simt::barrier(0, 0, true, site);
-  const int result = simt_vote(false, 0);
-  simt::barrier(0, 0, true, site);
-  return result;
-}
 SIMT_INLINE void bar_sync(int id, int threads, SIMT_HERE) {
   simt::barrier(id, threads, true, {"bar_sync", file, line});
 }
