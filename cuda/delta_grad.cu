@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(WalkShape<K, V, kBlockCols, kStages>::kThreads
 
 // grid: slots * H. block: kTokenThreads.
 template <int K, int V, bool kWide, bool kDirect>
-__global__ void __launch_bounds__(kTokenThreads, kWide&& TokenShape<K, V>::kLean ? kLeanBlocks : 2)
+__global__ void __launch_bounds__(kTokenThreads,
+                                  (kWide && TokenShape<K, V>::kLean) ? kLeanBlocks : 2)
     delta_grad_tokens(const CallArgs a, const GradArgs g, const SpaceArgs space) {
   using S = TokenShape<K, V>;
   DYNAMIC_SHARED(unsigned short, shared);
